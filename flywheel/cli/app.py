@@ -184,10 +184,13 @@ def _version(is_asked: bool) -> None:
 
 _given_first: ContextVar[Path | None] = ContextVar("_given_first", default=None)
 """The configuration that was named before the command."""
+_command: ContextVar[str] = ContextVar("_command")
+"""The command, as it was typed."""
 
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -207,6 +210,7 @@ def _options(
         raise typer.BadParameter(f"{log_level!r} is none of {', '.join(levels)}", param_hint="--log-level")
     log.setup(log_level.upper(), as_json=log_format == "json")
     _given_first.set(config)
+    _command.set(context.invoked_subcommand or "")
 
 
 def find_config(path: Path | None) -> Path | None:
@@ -218,18 +222,44 @@ def find_config(path: Path | None) -> Path | None:
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
-def load_config(path: Path | None, attempted: str = "", *, options: Sequence[str] = ()) -> Config:
-    """The configuration, with `options` of the command line as KEY=VALUE above it. Without a file, the defaults;
-    raises ConfigError instead if something is `attempted`."""
+NEEDS_SOURCES: Final = frozenset({"run", "round", "ingest", "filter"})
+"""Commands that need a configuration, or sources that their options name: the defaults could be another program's."""
+NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup", "evaluate", "retrieval", "serve"})
+"""Commands that need one of these or a state that exists. The others also work on the defaults."""
+_NAME_ONE: Final = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
+
+
+def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources: bool = False) -> Config:
+    """The configuration, with `options` of the command line as KEY=VALUE above it; without a file, the defaults.
+
+    Raises ConfigError if the command needs more than those, unless other options of it name what to read.
+    """
     from flywheel.config import defaults, load
 
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
         return load(file, given)
-    if attempted and not given_settings():
-        hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
-        raise ConfigError(attempted, "there is no configuration", hint)
-    return defaults(given)
+    config, command = defaults(given), _command.get()
+    name = ALIASES.get(command, command)
+    if names_sources or _is_configured(config):
+        return config
+    why = "there is no configuration"
+    if name in NEEDS_SOURCES:
+        raise ConfigError(f"run `flywheel {command}`", f"{why}, which says what to read", _NAME_ONE)
+    if name in NEEDS_STATE and (missing := missing_state(config)):
+        raise ConfigError(f"run `flywheel {command}`", f"{why}, and {missing}", _NAME_ONE)
+    return config
+
+
+def _is_configured(config: Config) -> bool:
+    """Whether somebody said what to read, in a file or by options."""
+    return config.file is not None or "sources" in config.model_fields_set
+
+
+def _refuse_new_state(config: Config) -> None:
+    """Raises ConfigError where a state would be created that no configuration names."""
+    if not _is_configured(config) and (missing := missing_state(config)):
+        raise ConfigError("create a state", f"there is no configuration, and {missing}", _NAME_ONE)
 
 
 def given_settings() -> tuple[str, ...]:
@@ -311,11 +341,13 @@ async def open_state(
     config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False, **options: int
 ) -> AsyncIterator[Store]:
     """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. `options` are those of
-    `Store.open`. Raises StoreError."""
+    `Store.open`. Raises StoreError, and ConfigError for a new state without a configuration."""
     from flywheel.store.kernel.database import Store
     from flywheel.store.requests import carry_out
     from flywheel.system.lock import instance_lock
 
+    if how == "open":
+        _refuse_new_state(config)
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir, **options)
         try:
@@ -370,9 +402,10 @@ def this_person() -> str:
 
 
 def ask(config: Config, kind: RequestKind, arguments: Mapping[str, Any], by: str = "") -> dict[str, Any] | None:
-    """Have an action done, beside a running daemon too; its result, None if it waits. Raises StoreError."""
+    """Have an action done, beside a running daemon too; its result, None if it waits. Raises as `open_state` does."""
     from flywheel.daemon.requests import perform
 
+    _refuse_new_state(config)
     request = run_async(perform(config, kind, arguments, by or this_person()))
     if request.error is not None:
         raise request.error

@@ -43,7 +43,7 @@ def ingest(
     """Read new replies from the sources and turn them into tasks."""
     from flywheel.config import JsonlSource, StudioSource, source_at
 
-    configured = settings = load_config(config, "" if source else "read the configured sources")
+    configured = settings = load_config(config, names_sources=bool(source))
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     elif settings.project is not None:

@@ -49,8 +49,6 @@ def run(
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
         faulthandler.enable()
     settings = load_config(config)
-    if settings.assumed:
-        log.info("%s", settings.assumed)
     pages = partial(_pages, find_config(config), web_port) if web else contextlib.nullcontext
     if (error := run_async(_run(settings, once, max_rounds, pages))) is not None:
         raise typer.Exit(error.exit_code)

@@ -26,6 +26,7 @@ from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.daemon.rounds.round_tasks import round_tasks
+from flywheel.daemon.rounds.suites import require_grader
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
@@ -257,8 +258,9 @@ class Evaluation:
 
     async def run(self) -> Answers:
         """Let the model answer. A cancellation stops it; the next run goes on. Raises FlywheelError."""
-        make_private(self.directory)
         if not self.is_known:
+            require_grader(self.settings, self.rubric)
+            make_private(self.directory)
             if self.model.remote is not None:
                 await _RemoteRun(self, self.model.remote).run()
             else:

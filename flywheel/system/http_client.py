@@ -375,8 +375,8 @@ def _requested_delay(state: RetryCallState) -> float | None:
 
 
 def endpoint_url(base_url: str | None) -> str:
-    """The URL of an endpoint, without a slash at its end: `base_url`, else `$OPENAI_BASE_URL`, else OpenAI's."""
-    return (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    """The URL of an endpoint, without a slash at its end: `base_url`, else `$OPENAI_BASE_URL`, else empty."""
+    return (base_url or os.environ.get("OPENAI_BASE_URL") or "").rstrip("/")
 
 
 def is_http_url(url: str) -> bool:
