@@ -52,7 +52,8 @@ and what to do. A user's mistake never causes a traceback.
 configuration, or `sources` by `--set` or the databases of `ingest --source` (`filter --tasks` reads no source);
 `status`, `tasks`, `audit`, `prune`, `backup`, `evaluate`, `retrieval` and `serve` need that or a state that exists.
 The other commands also work on the defaults, on which only `restore`, `demo` and `train` create a state or files of
-it. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model. `judge` is another name of `filter` and `explain` of `why`.
+it. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model. `judge` is another name of `filter` and
+`explain` of `why`.
 `--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar, cast
 
 import typer
 from typer.core import TyperGroup
@@ -124,7 +125,36 @@ class Commands(CommandGroup):
             formatter.write_dl([(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()])
 
 
-app = typer.Typer(
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _expanding(function: F) -> F:
+    """The function of a command, whose paths begin at the home directory where they begin with `~`: shells leave that
+    to the program in `--out=~/x`."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(each) for each in value]
+        return user_path(value) if isinstance(value, Path) else value
+
+    @functools.wraps(function)
+    def command(*values: Any, **named: Any) -> Any:
+        return function(*map(of, values), **{name: of(value) for name, value in named.items()})
+
+    return cast(F, command)
+
+
+class _Typer(typer.Typer):
+    def command(self, *options: Any, **named: Any) -> Callable[[F], F]:
+        register = super().command(*options, **named)
+        return lambda function: register(_expanding(function))
+
+    def callback(self, *options: Any, **named: Any) -> Callable[[F], F]:
+        register = super().callback(*options, **named)
+        return lambda function: register(_expanding(function))
+
+
+app = _Typer(
     name="flywheel",
     cls=Commands,
     help="For LLM agents: judge their replies, train LoRA adapters on accepted ones, deploy better ones.",
@@ -137,7 +167,7 @@ app = typer.Typer(
 
 def command_group(name: str, about: str, *, no_args_is_help: bool = True) -> typer.Typer:
     """Commands under one name."""
-    group = typer.Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
+    group = _Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
     app.add_typer(group, name=name)
     return group
 
@@ -218,7 +248,7 @@ def find_config(path: Path | None) -> Path | None:
     if (path := path or _given_first.get()) is not None:
         return path
     if named := os.environ.get("FLYWHEEL_CONFIG"):
-        return Path(named)
+        return user_path(Path(named))
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
@@ -294,12 +324,18 @@ def binary_stdout() -> BinaryIO:
     return sys.stdout.buffer
 
 
+def user_path(path: Path) -> Path:
+    """A path of the command line with `~` expanded. Raises ConfigError."""
+    try:
+        return expanded(path)
+    except ValueError as error:
+        raise ConfigError("use a path", str(error), "Name another.") from None
+
+
 def absolute(path: Path) -> Path:
     """The absolute form of a path on the command line. Raises ConfigError."""
     try:
-        return tidied(expanded(path).absolute())
-    except ValueError as error:
-        raise ConfigError("use a path", str(error), "Name another.") from None
+        return tidied(user_path(path).absolute())
     except OSError as error:
         raise ConfigError(
             f"find {path}", f"the current directory is not there: {error.strerror}", "Name the whole path."
@@ -324,6 +360,15 @@ def require_state(config: Config, attempted: str) -> None:
     if missing := missing_state(config):
         hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
         raise StoreError(attempted, missing, hint)
+
+
+def require_outside_state(config: Config, *files: Path | None) -> None:
+    """Raises ExportError for a file in the directory of the state: an erasure would not know what is in it."""
+    state = os.path.realpath(config.state_dir)
+    for path in files:
+        if path is not None and Path(os.path.realpath(path)).is_relative_to(state):
+            why = f"it is in the state directory {short_path(config.state_dir)}"
+            raise ExportError(f"write {path}", why, "Name a file elsewhere: `flywheel forget` erases no exports.")
 
 
 async def read_state(config: Config, question: Callable[[Connection], T], *, warn: bool = True) -> T:

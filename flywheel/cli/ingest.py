@@ -16,6 +16,7 @@ from flywheel.cli.app import (
     load_config,
     open_state,
     print_json,
+    require_outside_state,
     run_async,
 )
 from flywheel.cli.tables import forecast_text, print_facts, short_path, source_text
@@ -53,6 +54,8 @@ def ingest(
             if not path.exists() and path not in made:
                 hint = f"Correct it in {settings.file}; a relative path starts at {settings.project}."
                 raise ConfigError(f"read {path}", "there is no such file", hint)
+    if out != configured.task_file:
+        require_outside_state(configured, out)
     # The configured combination was checked when the configuration was loaded.
     if out or source:
         appended = absolute(out or settings.task_file)

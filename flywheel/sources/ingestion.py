@@ -48,7 +48,6 @@ from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.reply_names import with_repeated_starts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
-from flywheel.system.files import PRIVATE
 from flywheel.system.process_folder import remove_left
 from flywheel.system.terminal import quantity
 
@@ -484,7 +483,7 @@ class Ingestion:
         self._config = config
         self._export = export_tasks
         # With ingest.output, another user's program may read the file.
-        self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
+        self._task_file = TaskFile(config.task_file)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
         self._redact = redactor_of(config)
         self._shares = SharedLimits()
