@@ -43,6 +43,7 @@ from flywheel.records.round import (
 )
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
+from flywheel.secrets import masked_url
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.store import deployments, rounds, samples
@@ -130,7 +131,7 @@ def remote_model(base_url: str, model: str, api_key: str) -> RemoteModel:
     if not is_http_url(base_url):
         hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
         raise ConfigError(f"evaluate {model}", f"{base_url} is no HTTP URL", hint)
-    return RemoteModel(base_url.rstrip("/"), model, api_key)
+    return RemoteModel(masked_url(base_url.rstrip("/")), model, api_key)
 
 
 def is_evaluation(folder: Path) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 
 from flywheel import __version__
 from flywheel.errors import LockedError, StoreError
+from flywheel.secrets import masked_urls
 from flywheel.store.kernel.database import READ_ATTEMPTS, STATE_FILE, copy_database, found_version
 from flywheel.system.files import file_sha256, make_private, private, sync, write_json
 from flywheel.system.lock import INSTANCE_LOCK, STATE_LOCKS, instance_lock
@@ -118,10 +119,14 @@ class Backup:
         """The directory with the copy of the state's database, once it was added."""
         return self.folder / NEXT
 
-    def add(self, name: str, path: Path, size: int | None = None) -> None:
-        """Copy a file, or its first `size` bytes. One that is not there any more is left out."""
+    def add(self, name: str, path: Path, size: int | None = None, *, masks: bool = False) -> None:
+        """Copy a file, or its first `size` bytes; with `masks`, without names and passwords in URLs. One that is not
+        there any more is left out."""
 
         def copy(target: Path) -> None:
+            if masks:
+                target.write_bytes(masked_urls(path.read_bytes()))
+                return
             shutil.copyfile(path, target)
             if size is not None:
                 os.truncate(target, size)
