@@ -70,7 +70,7 @@ def test_a_rubric_that_asks_no_judge_needs_none(flywheel: Run, configure: Config
     assert not [each for each in findings if each["name"] == "judge"]
     configure()
     [finding] = [each for each in flywheel("doctor", "--json").json["checks"] if each["name"] == "judge"]
-    assert finding["result"] == "failed" and MISSING in finding["text"]
+    assert finding["result"] == "failed" and MISSING in finding["found"]
 
 
 def test_a_run_looks_at_the_rubrics_of_targets_and_suites_as_well(flywheel: Run, configure: Configure) -> None:
