@@ -149,10 +149,6 @@ class _Typer(typer.Typer):
         register = super().command(*options, **named)
         return lambda function: register(_expanding(function))
 
-    def callback(self, *options: Any, **named: Any) -> Callable[[F], F]:
-        register = super().callback(*options, **named)
-        return lambda function: register(_expanding(function))
-
 
 app = _Typer(
     name="flywheel",
@@ -245,9 +241,7 @@ def _options(
 
 def find_config(path: Path | None) -> Path | None:
     """The configuration file: the one after or before the command, `$FLYWHEEL_CONFIG`, `./flywheel.yaml`, or None."""
-    if (path := path or _given_first.get()) is not None:
-        return path
-    if named := os.environ.get("FLYWHEEL_CONFIG"):
+    if named := path or _given_first.get() or os.environ.get("FLYWHEEL_CONFIG"):
         return user_path(Path(named))
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
@@ -256,7 +250,6 @@ NEEDS_SOURCES: Final = frozenset({"run", "round", "ingest", "filter"})
 """Commands that need a configuration, or sources that their options name: the defaults could be another program's."""
 NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup", "evaluate", "retrieval", "serve"})
 """Commands that need one of these or a state that exists. The others also work on the defaults."""
-_NAME_ONE: Final = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
 
 
 def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources: bool = False) -> Config:
@@ -269,27 +262,25 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
         return load(file, given)
-    config, command = defaults(given), _command.get()
-    name = ALIASES.get(command, command)
-    if names_sources or _is_configured(config):
-        return config
-    why = "there is no configuration"
-    if name in NEEDS_SOURCES:
-        raise ConfigError(f"run `flywheel {command}`", f"{why}, which says what to read", _NAME_ONE)
-    if name in NEEDS_STATE and (missing := missing_state(config)):
-        raise ConfigError(f"run `flywheel {command}`", f"{why}, and {missing}", _NAME_ONE)
+    config, command = defaults(given), ALIASES.get(_command.get(), _command.get())
+    if command in NEEDS_SOURCES and not names_sources:
+        _require_sources(config, f"run `flywheel {command}`", "it would say what to read")
+    elif command in NEEDS_STATE and (missing := missing_state(config)):
+        _require_sources(config, f"run `flywheel {command}`", missing)
     return config
 
 
-def _is_configured(config: Config) -> bool:
-    """Whether somebody said what to read, in a file or by options."""
-    return config.file is not None or "sources" in config.model_fields_set
+def _require_sources(config: Config, attempted: str, why: str) -> None:
+    """Raises ConfigError if nobody said what to read, in a file or by options."""
+    if config.file is None and "sources" not in config.model_fields_set:
+        hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
+        raise ConfigError(attempted, f"there is no configuration: {why}", hint)
 
 
 def _refuse_new_state(config: Config) -> None:
     """Raises ConfigError where a state would be created that no configuration names."""
-    if not _is_configured(config) and (missing := missing_state(config)):
-        raise ConfigError("create a state", f"there is no configuration, and {missing}", _NAME_ONE)
+    if missing := missing_state(config):
+        _require_sources(config, "create a state", missing)
 
 
 def given_settings() -> tuple[str, ...]:
