@@ -263,9 +263,11 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
     if (file := find_config(path)) is not None:
         return load(file, given)
     config, command = defaults(given), ALIASES.get(_command.get(), _command.get())
-    if command in NEEDS_SOURCES and not names_sources:
+    if names_sources:
+        return config
+    if command in NEEDS_SOURCES:
         _require_sources(config, f"run `flywheel {command}`", "it would say what to read")
-    elif command in NEEDS_STATE and (missing := missing_state(config)):
+    if command in NEEDS_STATE and (missing := missing_state(config)):
         _require_sources(config, f"run `flywheel {command}`", missing)
     return config
 

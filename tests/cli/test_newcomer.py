@@ -135,7 +135,11 @@ def test_a_configuration_or_sources_by_option_or_a_state_are_enough(flywheel: Ru
 
 
 def test_a_named_database_is_read_without_a_configuration(flywheel: Run, home: Path) -> None:
-    assert flywheel("ingest", "--source", home / "AgentScope-Studio" / "database.sqlite").code == 0
+    source = home / "AgentScope-Studio" / "database.sqlite"
+    assert "there is no state" in flywheel("audit", "--deep", "--source", source).out
+    assert not (home / "home").exists()
+    assert flywheel("ingest", "--source", source).code == 0
+    assert flywheel("audit", "--deep", "--source", source).code == 0
 
 
 @pytest.mark.slow
