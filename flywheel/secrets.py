@@ -7,13 +7,14 @@ names, the values of variables with a name like API_KEY or PASSWORD, and every v
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, AnyStr, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 REDACTED: Final = "[secret]"
 MIN_CHARACTERS: Final = 8
@@ -22,6 +23,13 @@ _NAMES: Final = re.compile(r"(?:^|_)(?:API_?KEYS?|ACCESS_KEY|SECRET|SECRET_KEY|T
 
 _VALUES: Final = re.compile(r"(?:^|[|\s])(?:sk|pk|hf|ghp|xox[bp]|AKIA)[-_]?[\w-]{16,}|://[^/\s@]*:[^/\s@]+@")
 """How the keys of common services begin, and passwords in addresses."""
+
+URL_USERS: Final = "FLYWHEEL_URLS_SECRET"
+"""The variable with the names and passwords of URLs, by scheme, mask and host, as JSON. As one of a secret, it is
+withheld from users' functions."""
+_USER_INFO: Final = re.compile(r"(?P<scheme>https?://)(?P<user>[^/?#\s]+)@(?P<host>[^/?#\s@]*)", re.IGNORECASE)
+_MASK: Final = re.compile(r"\*\*\*\d*")
+_IN_TEXT: Final = re.compile(rb"(?<=://)[^/?#\s\"'<>]+(?=@)")
 
 _variables: set[str] = set()
 _values: set[str] = set()
@@ -58,6 +66,41 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(each, name) for each in value]
     is_secret = isinstance(value, str) and (_NAMES.search(name) or _VALUES.search(value))
     return None if is_secret or (isinstance(value, str) and redact_secrets(value) != value) else value
+
+
+def masked_url(url: str) -> str:
+    """A URL with `***` in place of the name and password in it, which `whole_url` puts back for requests. With
+    another name or password, a number follows the mask. Child processes of this one know them, too."""
+    if (found := _USER_INFO.match(url)) is None or _MASK.fullmatch(found["user"]):
+        return url
+    known = _users()
+    for number in itertools.count(1):
+        mask = "***" if number == 1 else f"***{number}"
+        masked = f"{found['scheme']}{mask}@{found['host']}"
+        if known.setdefault(masked, found["user"]) == found["user"]:
+            break
+    register_secret(found["user"])
+    register_secret(unquote(found["user"].partition(":")[2]))
+    os.environ[URL_USERS] = json.dumps(known)
+    return masked + url[found.end() :]
+
+
+def whole_url(url: str) -> str:
+    """A URL with the name and password that `masked_url` removed."""
+    found = _USER_INFO.match(url)
+    if found is None or (user := _users().get(found[0])) is None:
+        return url
+    return f"{found['scheme']}{user}@{found['host']}{url[found.end() :]}"
+
+
+def masked_urls(text: bytes) -> bytes:
+    """A text in which names and passwords in URLs are masked for good."""
+    return _IN_TEXT.sub(b"***", text)
+
+
+def _users() -> dict[str, str]:
+    users: dict[str, str] = json.loads(os.environ.get(URL_USERS) or "{}")
+    return users
 
 
 def keys_in(text: str) -> list[str]:

@@ -21,8 +21,9 @@ PAGE = ROOT / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
 One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in the current directory. Every key has a
-default. An unknown key, or one that is written twice, is an error that names its path. `~` expands, relative
-paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
+default, but there is no default judge: replies are sent to none before `judge.base_url` and `judge.model` name it. An
+unknown key, or one that is written twice, is an error that names its path. `~` expands, relative paths are relative
+to the file, and secrets are never in it: it names the environment variables that hold them.
 
 `--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted
 path (`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file

@@ -48,8 +48,12 @@ wrong configuration, rubric, filter, labels or task file; 100 replies are below 
 with 0); 141 the reader of stdout closed it (`| head`). An error message says what was attempted, why it failed
 and what to do. A user's mistake never causes a traceback.
 
-`-c FILE` and `--set KEY=VALUE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`,
-`config schema` needs no configuration. `judge` is another name of `filter` and `explain` of `why`.
+`-c FILE` and `--set KEY=VALUE` may stand before or after a command. `run`, `round`, `ingest` and `filter` need a
+configuration, or `sources` by `--set` or the databases of `--source` (`filter --tasks` reads no source);
+`status`, `tasks`, `audit`, `prune`, `backup`, `evaluate`, `retrieval` and `serve` need that or a state that exists.
+The other commands also work on the defaults, on which only `restore`, `demo` and `train` create a state or files of
+it. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model. `judge` is another name of `filter` and
+`explain` of `why`.
 `--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 

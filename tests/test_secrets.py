@@ -14,16 +14,19 @@ import httpx
 import pytest
 
 from flywheel import secrets as known_secrets
-from flywheel.config import parse
+from flywheel.config import Config, parse
 from flywheel.daemon.rounds.worker_process import result_of
 from flywheel.errors import JudgeError, TrainError
 from flywheel.records.round import LOG_FILE
 from flywheel.secrets import (
     REDACTED,
+    URL_USERS,
     environment_without_secrets,
+    masked_url,
     redact_secrets,
     register_secret,
     register_secret_variable,
+    whole_url,
 )
 from flywheel.serving.client.replica_client import Replica
 from flywheel.system import log
@@ -36,6 +39,7 @@ KEY = 'sk-"of/a\\test'
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_secrets, "_values", set())
     monkeypatch.setattr(known_secrets, "_variables", set())
+    monkeypatch.setenv(URL_USERS, "")
 
 
 @pytest.mark.parametrize("name", ["OPENAI_API_KEY", "MY_APIKEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
@@ -71,6 +75,52 @@ def test_variables_that_the_configuration_names_hold_secrets(
     parse(raw, "test", tmp_path)
     assert redact_secrets(f"{KEY} first-key") == f"{REDACTED} {REDACTED}"
     assert "OF_THE_JUDGE" not in environment_without_secrets()
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("http://bob:s3cret-word@host:80/v1", "http://***@host:80/v1"),
+        ("https://token-of-bob@host/v1?a=b@c", "https://***@host/v1?a=b@c"),
+        ("http://bob:p@ss@host", "http://***@host"),
+        ("http://host/v1", "http://host/v1"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("http://***@host/v1", "http://***@host/v1"),
+        ("", ""),
+    ],
+)
+def test_names_and_passwords_in_urls_are_put_back_for_requests_alone(url: str, masked: str) -> None:
+    assert masked_url(url) == masked
+    assert masked_url(masked) == masked
+    assert whole_url(masked) == url
+    assert whole_url(url) == url
+
+
+def test_another_name_at_the_same_host_is_another_mask() -> None:
+    urls = [f"http://{user}:a-password@host/v1" for user in ("ann", "bob", "ann")]
+    masked = [masked_url(url) for url in urls]
+    assert masked == ["http://***@host/v1", "http://***2@host/v1", "http://***@host/v1"]
+    assert [whole_url(url) for url in masked] == urls
+    assert redact_secrets("it said a-password") == f"it said {REDACTED}"
+    assert URL_USERS not in environment_without_secrets()
+
+
+def test_each_url_of_the_configuration_is_masked(tmp_path: Path) -> None:
+    url = "http://bob:s3cret-word@host:80/v1"
+    raw = {
+        "judge": {"base_url": url, "model": "m", "backup": {"base_url": url}},
+        "rollout": {
+            "agent": {"command": ["true"]},
+            "auxiliary_models": {"user": {"base_url": url, "model": "m"}},
+        },
+        "notify": [{"url": url, "on": ["promoted"]}],
+        "export": {"langfuse": {"host": url}},
+        "deploy": {"web_url": url},
+    }
+    dumped = parse(raw, "test", tmp_path).model_dump_json()
+    assert "s3cret-word" not in dumped and "bob" not in dumped
+    assert dumped.count("http://***@host:80/v1") == 6
+    assert Config.model_validate_json(dumped).judge.base_url == "http://***@host:80/v1", "as in a round's worker"
 
 
 def test_a_secret_is_known_in_every_spelling_and_whole() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar, cast
 
 import typer
 from typer.core import TyperGroup
@@ -124,7 +125,32 @@ class Commands(CommandGroup):
             formatter.write_dl([(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()])
 
 
-app = typer.Typer(
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _expanding(function: F) -> F:
+    """The function of a command, whose paths begin at the home directory where they begin with `~`: shells leave that
+    to the program in `--out=~/x`."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(each) for each in value]
+        return user_path(value) if isinstance(value, Path) else value
+
+    @functools.wraps(function)
+    def command(*values: Any, **named: Any) -> Any:
+        return function(*map(of, values), **{name: of(value) for name, value in named.items()})
+
+    return cast(F, command)
+
+
+class _Typer(typer.Typer):
+    def command(self, *options: Any, **named: Any) -> Callable[[F], F]:
+        register = super().command(*options, **named)
+        return lambda function: register(_expanding(function))
+
+
+app = _Typer(
     name="flywheel",
     cls=Commands,
     help="For LLM agents: judge their replies, train LoRA adapters on accepted ones, deploy better ones.",
@@ -137,7 +163,7 @@ app = typer.Typer(
 
 def command_group(name: str, about: str, *, no_args_is_help: bool = True) -> typer.Typer:
     """Commands under one name."""
-    group = typer.Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
+    group = _Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
     app.add_typer(group, name=name)
     return group
 
@@ -184,10 +210,13 @@ def _version(is_asked: bool) -> None:
 
 _given_first: ContextVar[Path | None] = ContextVar("_given_first", default=None)
 """The configuration that was named before the command."""
+_command: ContextVar[str] = ContextVar("_command")
+"""The command, as it was typed."""
 
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -207,29 +236,53 @@ def _options(
         raise typer.BadParameter(f"{log_level!r} is none of {', '.join(levels)}", param_hint="--log-level")
     log.setup(log_level.upper(), as_json=log_format == "json")
     _given_first.set(config)
+    _command.set(context.invoked_subcommand or "")
 
 
 def find_config(path: Path | None) -> Path | None:
     """The configuration file: the one after or before the command, `$FLYWHEEL_CONFIG`, `./flywheel.yaml`, or None."""
-    if (path := path or _given_first.get()) is not None:
-        return path
-    if named := os.environ.get("FLYWHEEL_CONFIG"):
-        return Path(named)
+    if named := path or _given_first.get() or os.environ.get("FLYWHEEL_CONFIG"):
+        return user_path(Path(named))
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
-def load_config(path: Path | None, attempted: str = "", *, options: Sequence[str] = ()) -> Config:
-    """The configuration, with `options` of the command line as KEY=VALUE above it. Without a file, the defaults;
-    raises ConfigError instead if something is `attempted`."""
+NEEDS_SOURCES: Final = frozenset({"run", "round", "ingest", "filter"})
+"""Commands that need a configuration, or sources that their options name: the defaults could be another program's."""
+NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup", "evaluate", "retrieval", "serve"})
+"""Commands that need one of these or a state that exists. The others also work on the defaults."""
+
+
+def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources: bool = False) -> Config:
+    """The configuration, with `options` of the command line as KEY=VALUE above it; without a file, the defaults.
+
+    Raises ConfigError if the command needs more than those, unless other options of it name what to read.
+    """
     from flywheel.config import defaults, load
 
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
         return load(file, given)
-    if attempted and not given_settings():
+    config, command = defaults(given), ALIASES.get(_command.get(), _command.get())
+    if names_sources:
+        return config
+    if command in NEEDS_SOURCES:
+        _require_sources(config, f"run `flywheel {command}`", "it would say what to read")
+    if command in NEEDS_STATE and (missing := missing_state(config)):
+        _require_sources(config, f"run `flywheel {command}`", missing)
+    return config
+
+
+def _require_sources(config: Config, attempted: str, why: str) -> None:
+    """Raises ConfigError if nobody said what to read, in a file or by options."""
+    if config.file is None and "sources" not in config.model_fields_set:
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
-        raise ConfigError(attempted, "there is no configuration", hint)
-    return defaults(given)
+        raise ConfigError(attempted, f"there is no configuration: {why}", hint)
+
+
+def _refuse_new_state(config: Config) -> None:
+    """Raises ConfigError where a state would be created that no configuration names."""
+    if missing := missing_state(config):
+        _require_sources(config, "create a state", missing)
 
 
 def given_settings() -> tuple[str, ...]:
@@ -264,12 +317,18 @@ def binary_stdout() -> BinaryIO:
     return sys.stdout.buffer
 
 
+def user_path(path: Path) -> Path:
+    """A path of the command line with `~` expanded. Raises ConfigError."""
+    try:
+        return expanded(path)
+    except ValueError as error:
+        raise ConfigError("use a path", str(error), "Name another.") from None
+
+
 def absolute(path: Path) -> Path:
     """The absolute form of a path on the command line. Raises ConfigError."""
     try:
-        return tidied(expanded(path).absolute())
-    except ValueError as error:
-        raise ConfigError("use a path", str(error), "Name another.") from None
+        return tidied(user_path(path).absolute())
     except OSError as error:
         raise ConfigError(
             f"find {path}", f"the current directory is not there: {error.strerror}", "Name the whole path."
@@ -296,6 +355,15 @@ def require_state(config: Config, attempted: str) -> None:
         raise StoreError(attempted, missing, hint)
 
 
+def require_outside_state(config: Config, *files: Path | None) -> None:
+    """Raises ExportError for a file in the directory of the state: an erasure would not know what is in it."""
+    state = os.path.realpath(config.state_dir)
+    for path in files:
+        if path is not None and Path(os.path.realpath(path)).is_relative_to(state):
+            why = f"it is in the state directory {short_path(config.state_dir)}"
+            raise ExportError(f"write {path}", why, "Name a file elsewhere: `flywheel forget` erases no exports.")
+
+
 async def read_state(config: Config, question: Callable[[Connection], T], *, warn: bool = True) -> T:
     """Read the state beside a running daemon. With `warn`, stderr says if there is none. Raises StoreError."""
     # Commands that only read their configuration do not wait for the import of the database library.
@@ -311,12 +379,14 @@ async def open_state(
     config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False, **options: int
 ) -> AsyncIterator[Store]:
     """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. `options` are those of
-    `Store.open`. Raises StoreError."""
+    `Store.open`. Raises StoreError, and ConfigError for a new state without a configuration."""
     from flywheel.store.holder import holding
     from flywheel.store.kernel.database import Store
     from flywheel.store.requests import carry_out
     from flywheel.system.lock import instance_lock
 
+    if how == "open":
+        _refuse_new_state(config)
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir, **options)
         try:
@@ -372,9 +442,10 @@ def this_person() -> str:
 
 
 def ask(config: Config, kind: RequestKind, arguments: Mapping[str, Any], by: str = "") -> dict[str, Any] | None:
-    """Have an action done, beside a running daemon too; its result, None if it waits. Raises StoreError."""
+    """Have an action done, beside a running daemon too; its result, None if it waits. Raises as `open_state` does."""
     from flywheel.daemon.requests import perform
 
+    _refuse_new_state(config)
     request = run_async(perform(config, kind, arguments, by or this_person()))
     if request.error is not None:
         raise request.error

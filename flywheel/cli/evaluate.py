@@ -21,6 +21,7 @@ from flywheel.cli.app import (
     missing_state,
     print_json,
     read_state,
+    require_outside_state,
     run_async,
 )
 from flywheel.cli.quality_bar import (
@@ -130,7 +131,8 @@ def evaluate(
     for message in (message for message, is_so in wrong.items() if is_so):
         typer.echo(f"flywheel: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
-    settings = load_config(config, "evaluate a model", options=_options(workflow, rubric))
+    settings = load_config(config, options=_options(workflow, rubric))
+    require_outside_state(settings, junit, summary)
     asked = _Asked(model, base_url, api_key_env, against, against_base_url, benchmark, limit, samples, target)
     plan = run_async(_plan(asked, settings, metrics))
     if estimate:

@@ -8,7 +8,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, Literal
 
@@ -23,11 +24,13 @@ from flywheel.cli.app import (
     open_state,
     print_error,
     print_json,
+    require_outside_state,
     run_async,
+    user_path,
 )
 from flywheel.errors import ExportError
 from flywheel.records.states import ABSENT, ACCEPTED, Split, TaskState
-from flywheel.system.files import json_line, whole_file
+from flywheel.system.files import PRIVATE, json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
 from flywheel.training.data.formats.export_format import ExportSample, Format, FormatName, LeftOut, Record
 
@@ -87,7 +90,7 @@ def export(
             help="The file; `-` is stdout. Default: FORMAT.jsonl, verl.parquet, or replies.csv or .parquet.",
         ),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     state: Annotated[
         States | None,
         typer.Option(help="State of the tasks. Default: accepted, used in a round or not; of a table, all."),
@@ -114,17 +117,24 @@ def export(
         raise typer.BadParameter(f"{name} has no pairs", param_hint="--margin")
     if out == "-" and as_json:
         raise typer.BadParameter("stdout cannot hold the records and the report; name a file", param_hint="--out")
-    out = out or f"{'replies' if chosen.is_table else name}.{chosen.suffix}"
+    out = str(user_path(Path(out or f"{'replies' if chosen.is_table else name}.{chosen.suffix}")))
     split = split or ("all" if chosen.is_table else "train")
-    path = Path(out)
-    if out != "-" and path.is_dir():
-        raise ExportError(f"write {path}", "it is a directory", "Name a file with --out.")
-    if out != "-" and path.is_file() and not force:
-        raise ExportError(f"write {path}", "it exists", "Name another file with --out, or replace it with --force.")
+    files = {"--out": Path(out)} | ({"--metrics": metrics} if metrics is not None else {})
+    if len({os.path.realpath(path) for path in files.values()}) < len(files):
+        raise typer.BadParameter("it is the file of --out; name another", param_hint="--metrics")
+    for option, path in files.items():
+        if str(path) == "-":
+            continue
+        if path.is_dir():
+            raise ExportError(f"write {path}", "it is a directory", f"Name a file with {option}.")
+        if path.is_file() and not force:
+            hint = f"Name another file with {option}, or replace it with --force."
+            raise ExportError(f"write {path}", "it exists", hint)
     if out == "-" and chosen.suffix == "parquet" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
     chosen_state = state or ("all" if chosen.is_table else "accepted")
     settings = load_config(config)
+    require_outside_state(settings, *(path for path in files.values() if str(path) != "-"))
     survey = run_async(_export(settings, chosen, out, chosen_state, split, margin or 0.0, target))
     if metrics is not None:
         run_async(_measure(settings, metrics, sorted({number for group in survey.groups for number in group})))
@@ -163,9 +173,10 @@ async def _export(
         else:
             survey = Survey()
             states = REPLIES if form.is_table and chosen == "all" else STATES[chosen]
-            async for one in _tasks(store, states, splits, target):
+            tasks = _tasks if form.is_table else partial(_decided, left_out=survey.left_out)
+            async for one in tasks(store, states, splits, target):
                 with _counted(survey.left_out):
-                    record = form.record(_sample(one))
+                    record = form.record(_sample(one, form))
                     survey.add((one.id,), form.columns(record))
             if form.is_table:
                 survey.groups.sort()
@@ -212,9 +223,10 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
     pairing = Pairing(margin)
     both = ((STATES["rejected"], pairing.add_rejected), (STATES["accepted"], pairing.add_accepted))
     for states, add in both:
-        async for one in _tasks(store, states, splits, target):
+        # What is not on this side is on the other one.
+        async for one in _decided(store, states, splits, target, Counter()):
             with _counted(pairing.left_out):
-                add(candidate(one.id, _sample(one)))
+                add(candidate(one.id, _sample(one, form)))
     survey = Survey()
     async for group, record in _records(store, form, pairing.pairs()):
         survey.add(group, form.columns(record))
@@ -223,15 +235,39 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
 
 
 async def _tasks(
-    store: Store, states: Collection[TaskState], splits: Collection[Split], target: str | None
+    store: Store,
+    states: Collection[TaskState],
+    splits: Collection[Split],
+    target: str | None,
+    if_labelled: Collection[TaskState] = (),
 ) -> AsyncIterator[ExportedTask]:
     from flywheel.store.views import task_list
 
-    after = 0
-    while ids := await store.read(task_list.next_ids, states, splits, target, after=after, limit=PAGE):
+    after, which = 0, partial(task_list.next_ids, if_labelled=if_labelled, limit=PAGE)
+    while ids := await store.read(which, states, splits, target, after=after):
         for one in await store.read(task_list.with_verdicts, ids):
             yield one
         after = ids[-1]
+
+
+async def _decided(
+    store: Store, states: Sequence[TaskState], splits: Collection[Split], target: str | None, left_out: Counter[str]
+) -> AsyncIterator[ExportedTask]:
+    """The tasks in these states. Where they are only accepted or only rejected ones, what most people say of a reply
+    counts more than its verdict, as in rounds that train on recorded replies."""
+    others = {STATES["accepted"]: STATES["rejected"], STATES["rejected"]: STATES["accepted"]}.get(tuple(states), ())
+    async for one in _tasks(store, states, splits, target, others):
+        if not others or _as_people_say(one).state in states:
+            yield one
+        elif one.state in states:
+            left_out[f"most people {'accept' if one.by_people else 'reject'} the reply"] += 1
+
+
+def _as_people_say(one: ExportedTask) -> ExportedTask:
+    if one.by_people in (None, one.state in ACCEPTED) or one.state not in (*ACCEPTED, TaskState.REJECTED):
+        return one
+    state = TaskState.ACCEPTED if one.by_people else TaskState.REJECTED
+    return replace(one, state=state, score=float(one.by_people))
 
 
 async def _records(
@@ -243,10 +279,11 @@ async def _records(
         some = groups[start : start + PAGE]
         tasks = {one.id: one for one in await store.read(task_list.with_verdicts, list(itertools.chain(*some)))}
         for group in some:
-            yield group, form.record(*(_sample(tasks[number]) for number in group))
+            yield group, form.record(*(_sample(tasks[number], form) for number in group))
 
 
-def _sample(one: ExportedTask) -> ExportSample:
+def _sample(one: ExportedTask, form: Format) -> ExportSample:
+    one = one if form.is_table else _as_people_say(one)
     return ExportSample(one.line, one.state, one.score, one.results, one.rubric)
 
 
@@ -271,7 +308,7 @@ def _target(out: str) -> Iterator[BinaryIO]:
             with path.open("wb") as file:
                 yield file
         else:
-            with whole_file(path) as file:
+            with whole_file(path, mode=PRIVATE) as file:
                 yield file
     except BrokenPipeError:
         raise

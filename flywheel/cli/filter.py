@@ -21,6 +21,7 @@ from flywheel.cli.app import (
     load_config,
     open_state,
     print_json,
+    require_outside_state,
     run_async,
 )
 from flywheel.cli.quality_bar import (
@@ -156,7 +157,8 @@ def filter_tasks(
     for message in (message for message, is_so in wrong.items() if is_so):
         typer.echo(f"flywheel: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
-    settings = load_config(config, "judge replies")
+    settings = load_config(config, names_sources=tasks is not None)
+    require_outside_state(settings, junit, summary)
     stores_nothing, streams = dry_run or estimate or compares, (sys.stdin, sys.stdout, sys.stderr)
     asks = not (yes or as_json) and all(each is not None and each.isatty() for each in streams)
     options = _Options(

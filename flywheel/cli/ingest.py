@@ -16,6 +16,7 @@ from flywheel.cli.app import (
     load_config,
     open_state,
     print_json,
+    require_outside_state,
     run_async,
 )
 from flywheel.cli.tables import forecast_text, print_facts, short_path, source_text
@@ -44,7 +45,7 @@ def ingest(
     """Read new replies from the sources and turn them into tasks."""
     from flywheel.config import JsonlSource, StudioSource, source_at
 
-    configured = settings = load_config(config, "" if source else "read the configured sources")
+    configured = settings = load_config(config, names_sources=bool(source))
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     elif settings.project is not None:
@@ -54,6 +55,8 @@ def ingest(
             if not path.exists() and path not in made:
                 hint = f"Correct it in {settings.file}; a relative path starts at {settings.project}."
                 raise ConfigError(f"read {path}", "there is no such file", hint)
+    if out != configured.task_file:
+        require_outside_state(configured, out)
     # The configured combination was checked when the configuration was loaded.
     if out or source:
         appended = absolute(out or settings.task_file)

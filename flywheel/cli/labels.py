@@ -19,13 +19,15 @@ from flywheel.cli.app import (
     open_state,
     print_json,
     read_state,
+    require_outside_state,
     require_state,
     run_async,
     this_person,
+    user_path,
 )
 from flywheel.cli.tables import Row, print_rows, stdout
 from flywheel.errors import ExportError
-from flywheel.system.files import write_atomic
+from flywheel.system.files import PRIVATE, write_atomic
 from flywheel.system.terminal import escape_terminal, moment, quantity
 
 if TYPE_CHECKING:
@@ -238,10 +240,11 @@ def _agreement_text(figures: dict[str, Any]) -> str:
 def _write(config: Config, out: str, force: bool, as_json: bool) -> None:
     from flywheel.store import labels
 
-    path = Path(out)
+    path = user_path(Path(out))
     attempted = f"write labels to {path}"
     if out != "-" and path.exists() and not force:
         raise ExportError(attempted, "it exists", "Name another file, or replace it with --force.")
+    require_outside_state(config, path)
     lines = run_async(read_state(config, labels.label_file))
     if not lines:
         raise ExportError(
@@ -252,12 +255,12 @@ def _write(config: Config, out: str, force: bool, as_json: bool) -> None:
         binary_stdout().write(data)
         return
     try:
-        write_atomic(path, data)
+        write_atomic(path, data, mode=PRIVATE)
     except OSError as error:
         raise ExportError(attempted, error.strerror or str(error), "Check the path and its permissions.") from error
     decided = sum(line["verdict"] is not None for line in lines)
     if as_json:
-        print_json({"out": out, "lines": len(lines), "decided": decided})
+        print_json({"out": str(path), "lines": len(lines), "decided": decided})
     else:
-        said = f"{quantity(len(lines), 'labelled reply', 'labelled replies')} in {out}, {decided} of them decided"
+        said = f"{quantity(len(lines), 'labelled reply', 'labelled replies')} in {path}, {decided} of them decided"
         typer.echo(escape_terminal(said))

@@ -57,7 +57,7 @@ def train(
     from flywheel.retrieval.encoder_training import EncoderOptions
     from flywheel.retrieval.trained_encoder import train_encoder
 
-    settings = load_config(config, "train an encoder")
+    settings = load_config(config)
     options = EncoderOptions(epochs, batch_size, learning_rate, settings.training.seed)
     made = train_encoder(run_async(_calls(settings, target)), base, absolute(out), options, negatives)
     shown = {**made, "out": str(out), "trained_tools": len(made["trained_tools"])}
@@ -87,7 +87,7 @@ def evaluate(
     """Measure how often the called tool is found, on held-out conversations: recall at 1, 5 and 10, and MRR."""
     from flywheel.retrieval.trained_encoder import evaluate_encoder
 
-    settings = load_config(config, "evaluate retrieval")
+    settings = load_config(config)
     directory = absolute(encoder) if encoder is not None else None
     results = evaluate_encoder(run_async(_calls(settings, target)), directory, settings.training.seed, base)
     if as_json:

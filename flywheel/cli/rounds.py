@@ -223,6 +223,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
     from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
     from flywheel.daemon.rounds.rounds import WorkerWatch, left
+    from flywheel.daemon.rounds.suites import require_grader
     from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
     from flywheel.daemon.status import metrics_of
     from flywheel.judge.usage import Budget, UsageFile
@@ -231,7 +232,9 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
 
     shared = rubric_of(config)
     own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
-    spec = await read_state(config, lambda conn: debug_spec(conn, own, rubric_of_target(own, shared)), warn=False)
+    rubric = rubric_of_target(own, shared)
+    require_grader(own, rubric)
+    spec = await read_state(config, lambda conn: debug_spec(conn, own, rubric), warn=False)
     directory = config.state_dir / "rounds" / "debug"
     usage, budget = UsageFile(directory), config.judge.budget
     lent = await read_state(config, lambda conn: left(conn, budget, Budget(budget)), warn=False)

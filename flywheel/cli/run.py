@@ -49,8 +49,6 @@ def run(
     with contextlib.suppress(OSError, ValueError):  # it is no file
         faulthandler.enable()
     settings = load_config(config)
-    if settings.assumed:
-        log.info("%s", settings.assumed)
     if web and web_port:
         from flywheel.system.web_server import bound_socket
 

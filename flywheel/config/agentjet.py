@@ -237,12 +237,15 @@ def _with_assumptions(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def assumptions(keys: Iterable[str]) -> str:
-    """What such a file means where it does not set these keys; empty for none."""
+def assumptions(keys: Iterable[str], judge: str) -> str:
+    """What such a file means where it does not set these keys, or the address of the `judge`, which is empty where it
+    does; empty for none."""
     said = [
         f"{ASSUMED[key][1]} ({key.replace('sources.', 'sources[].')}: {ASSUMED[key][0]})"
         for key in dict.fromkeys(map(_without_number, keys))
     ]
+    if judge:
+        said.append(f"replies are sent to the judge {judge} (judge.base_url)")
     return f"as in AgentJet, where the file sets nothing: {'; '.join(said)}" if said else ""
 
 

@@ -42,7 +42,7 @@ from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.privacy import PrivacySettings
 from flywheel.config.sage import from_sage
-from flywheel.config.section import GivenSetting, Section, UserPath, leaves
+from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     AgentProgramSettings,
@@ -436,7 +436,10 @@ def parse(
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(f"use configuration {name}", why, hint) from None
     config._file, config._project, config._given = file, project, frozenset(keys)
-    config._assumed = assumptions(assumed_in(whole)) if is_agentjets else ""
+    if is_agentjets:
+        judge = config.judge
+        has_own = has(whole, ("judge", "base_url"))
+        config._assumed = assumptions(assumed_in(whole), "" if has_own else f"{judge.model} at {judge.base_url}")
     config._read_from = (of_file, document) if document is not None else None
     return config
 

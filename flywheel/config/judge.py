@@ -41,10 +41,10 @@ class JudgePrices(Section):
 
 
 class JudgeSettings(Section):
-    model: str = "gpt-4o-mini"
-    """Name of the judge's model. It must not be the trained model."""
+    model: str | None = None
+    """Name of the judge's model, for rubrics that name none. It must not be the trained model."""
     base_url: WebUrl | None = None
-    """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
+    """An OpenAI-compatible endpoint, to which replies are sent. Default: `$OPENAI_BASE_URL`."""
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with the key, or several as `k1|k2`, which are used in turn; a refused or
     rate-limited key is not used for a while. Not needed for endpoints without keys."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from flywheel.errors import ConfigError
-from flywheel.secrets import register_secret_variable
+from flywheel.secrets import masked_url, register_secret_variable
 from flywheel.system.files import expanded, tidied
 from flywheel.system.terminal import quantity
 from flywheel.system.yaml_file import yaml_value
@@ -42,7 +42,8 @@ def _hub_name(name: str, info: ValidationInfo) -> str:
 
 HubName = Annotated[str, AfterValidator(_hub_name)]
 """A name of the Hub, or a path that begins with `./`, `../`, `~` or `/`."""
-WebUrl = Annotated[str, AfterValidator(check_url)]
+WebUrl = Annotated[str, AfterValidator(check_url), AfterValidator(masked_url)]
+"""An address of a web server, without the name and password that may be in it (`whole_url` has them)."""
 UserPath = Annotated[Path, AfterValidator(_user_path)]
 """A path with `~` expanded. The context of the validation is the folder that it is relative to."""
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -43,7 +43,7 @@ async def back_up(config: Config, folder: Path) -> Backup:
         for path in sorted(each for pattern in DATABASES for each in state.glob(pattern)):
             made.add_database(path.relative_to(state).as_posix(), path)
         for name, path in _configuration(config):
-            made.add(name, path)
+            made.add(name, path, masks=path.suffix in (".yaml", ".yml"))
     # Of those during the backup, too.
     await asyncio.to_thread(tell, [str(folder)], await read_once(state, erasures.everything_erased))
     return made

@@ -26,6 +26,7 @@ from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.daemon.rounds.round_tasks import round_tasks
+from flywheel.daemon.rounds.suites import require_grader
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
@@ -42,6 +43,7 @@ from flywheel.records.round import (
 )
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
+from flywheel.secrets import masked_url
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.store import deployments, rounds, samples
@@ -129,7 +131,7 @@ def remote_model(base_url: str, model: str, api_key: str) -> RemoteModel:
     if not is_http_url(base_url):
         hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
         raise ConfigError(f"evaluate {model}", f"{base_url} is no HTTP URL", hint)
-    return RemoteModel(base_url.rstrip("/"), model, api_key)
+    return RemoteModel(masked_url(base_url.rstrip("/")), model, api_key)
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -257,8 +259,9 @@ class Evaluation:
 
     async def run(self) -> Answers:
         """Let the model answer. A cancellation stops it; the next run goes on. Raises FlywheelError."""
-        make_private(self.directory)
         if not self.is_known:
+            require_grader(self.settings, self.rubric)
+            make_private(self.directory)
             if self.model.remote is not None:
                 await _RemoteRun(self, self.model.remote).run()
             else:

@@ -19,7 +19,7 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.file_tasks import ReadRows, rows, sentence_of, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.sample_selection import choose_of_file
-from flywheel.daemon.rounds.suites import apart_from, suites_of
+from flywheel.daemon.rounds.suites import apart_from, require_grader, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
 from flywheel.errors import ConfigError, TrainError
@@ -128,6 +128,8 @@ def spec_of(
     require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None
     suites = suites_of(settings, rubric) if rubric is not None else []
+    if rubric is not None:
+        require_grader(settings, rubric)
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python, read=read)
     train, of_suites = apart_from(suites, train)
     # With epochs, and for replies, there are as many steps as the rows need.

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from flywheel.config import Config, NotifySettings
 from flywheel.config.section import check_url
 from flywheel.errors import NotifyError
-from flywheel.secrets import environment_without_secrets, redact_secrets, register_secret
+from flywheel.secrets import environment_without_secrets, redact_secrets, register_secret, whole_url
 from flywheel.store import notices
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -170,6 +170,7 @@ class NoticeTarget(Target):
             why = f"of the URL in ${self._settings.url_env}: {error}" if url else "the variable is not set"
             raise NotifyError(attempted, why, hint) from None
         assert url is not None
+        url = whole_url(url)
         timeout = self._settings.timeout_seconds
         try:
             async with BoundedClient(url, seconds=timeout, trust_env=True) as client:

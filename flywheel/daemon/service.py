@@ -96,6 +96,7 @@ class Service:
         self._store = store
         self._ingestion = Ingestion(store, config)
         self._filtering = TaskJudging(store, config, calls=CallsInFlight(config.state_dir))
+        self._filtering.require_judge()
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._eraser = Eraser(store, config, self._ingestion, self._rounds.cancel_erased)

@@ -20,7 +20,7 @@ import orjson
 from tenacity import RetryCallState
 
 from flywheel.config import JudgeSettings
-from flywheel.errors import JudgeError
+from flywheel.errors import ConfigError, JudgeError
 from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
@@ -230,6 +230,18 @@ class EndpointConfig:
     def __str__(self) -> str:
         return f"{self.model} at {self.base_url}"
 
+    def require(self) -> None:
+        """Raises ConfigError where the settings do not say which model to ask, or where: nothing is sent to a
+        default."""
+        given = {"judge.base_url": self.base_url, "judge.model": self.model}
+        if missing := [key for key, value in given.items() if not value]:
+            raise ConfigError(
+                "ask the judge",
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
+                "Set judge.base_url (or $OPENAI_BASE_URL) to an OpenAI-compatible endpoint to which replies may be"
+                " sent, and judge.model to one of its models.",
+            )
+
 
 def settings_for(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
     """The judge for a rubric: that of the configuration, or another model at its endpoint."""
@@ -238,13 +250,19 @@ def settings_for(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
 
 
 def endpoints_of(settings: JudgeSettings) -> list[EndpointConfig]:
-    """The judge, and its backup if there is one."""
+    """The judge, and its backup if there is one. What the settings do not say is empty."""
     url = endpoint_url(settings.base_url)
-    endpoints = [EndpointConfig(settings.model, url, settings.api_key_env)]
+    endpoints = [EndpointConfig(settings.model or "", url, settings.api_key_env)]
     if backup := settings.backup:
-        url = (backup.base_url or url).rstrip("/")
-        endpoints.append(EndpointConfig(backup.model or settings.model, url, backup.api_key_env, "judge.backup"))
+        url, model = (backup.base_url or url).rstrip("/"), backup.model or settings.model or ""
+        endpoints.append(EndpointConfig(model, url, backup.api_key_env, "judge.backup"))
     return endpoints
+
+
+def require_judge(rubric: Rubric, settings: JudgeSettings) -> None:
+    """Raises ConfigError if the rubric asks a judge and the settings do not say which one."""
+    if rubric.asked:
+        endpoints_of(settings_for(rubric, settings))[0].require()
 
 
 class JudgeClient:
@@ -281,8 +299,9 @@ class JudgeClient:
         """One reply; a JudgeReply with a problem when the endpoint rejects this call only.
 
         Raises JudgeError: retryable when every attempt failed (`stop` ends the attempts), not retryable when every
-        other call would be rejected too.
+        other call would be rejected too. Raises ConfigError as `EndpointConfig.require` does.
         """
+        self.endpoints[0].config.require()
         request: dict[str, Any] = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
         if seed is not None:
             request["seed"] = seed

@@ -49,7 +49,6 @@ from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.reply_names import with_repeated_starts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
 from flywheel.system.clock import steady
-from flywheel.system.files import PRIVATE
 from flywheel.system.heartbeat import beat
 from flywheel.system.process_folder import remove_left
 from flywheel.system.shortage import shortage_of
@@ -494,7 +493,7 @@ class Ingestion:
         self._config = config
         self._export = export_tasks
         # With ingest.output, another user's program may read the file.
-        self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
+        self._task_file = TaskFile(config.task_file)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
         self._redact = redactor_of(config)
         self._shares = SharedLimits()

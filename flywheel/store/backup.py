@@ -8,7 +8,6 @@ interrupted backup changes nothing, and one that is restored is checked first.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sqlite3
@@ -16,11 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, Self
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal, Self, TypedDict
+
+import msgspec
 
 from flywheel import __version__
 from flywheel.errors import LockedError, StoreError
+from flywheel.secrets import masked_urls
 from flywheel.store.kernel.database import READ_ATTEMPTS, STATE_FILE, copy_database, found_version
 from flywheel.system.files import file_sha256, make_private, private, sync, write_json
 from flywheel.system.lock import INSTANCE_LOCK, STATE_LOCKS, instance_lock
@@ -43,6 +45,30 @@ Mark = list[Sequence[int | None] | None]
 write-ahead log of a database, and how many bytes were to be copied."""
 
 
+class _CopiedFile(TypedDict):
+    sha256: str
+    size: int
+    mark: list[Any]
+
+
+class Manifest(TypedDict):
+    """What the manifest of a backup says. The names of files are relative paths."""
+
+    made_at: str
+    flywheel: str
+    state_dir: str
+    left_out: dict[str, str]
+    files: dict[str, _CopiedFile]
+
+
+class Erased(TypedDict):
+    """A conversation or user that was erased, by pseudonym, and whether what comes of it later is refused."""
+
+    kind: Literal["conversation", "service", "user"]
+    pseudonym: str
+    blocks: bool
+
+
 @dataclass(slots=True)
 class Backup:
     """A backup that is being made.
@@ -53,10 +79,10 @@ class Backup:
 
     folder: Path
     state_dir: Path
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, _CopiedFile] = field(default_factory=dict)
     copied: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
-    _before: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _before: dict[str, _CopiedFile] = field(default_factory=dict)
 
     @classmethod
     @contextlib.contextmanager
@@ -75,7 +101,7 @@ class Backup:
             raise StoreError(attempted, why, "Name an empty folder, or that of an earlier backup.")
         try:
             with instance_lock(folder):
-                before: dict[str, Any] = {}
+                before: dict[str, _CopiedFile] = {}
                 if (found := found_in(folder)) is not None:
                     with contextlib.suppress(StoreError):  # a damaged one is replaced as a whole
                         before = _manifest(found.rename(folder / CURRENT), attempted)["files"]
@@ -94,10 +120,14 @@ class Backup:
         """The directory with the copy of the state's database, once it was added."""
         return self.folder / NEXT
 
-    def add(self, name: str, path: Path, size: int | None = None) -> None:
-        """Copy a file, or its first `size` bytes. One that is not there any more is left out."""
+    def add(self, name: str, path: Path, size: int | None = None, *, masks: bool = False) -> None:
+        """Copy a file, or its first `size` bytes; with `masks`, without names and passwords in URLs. One that is not
+        there any more is left out."""
 
         def copy(target: Path) -> None:
+            if masks:
+                target.write_bytes(masked_urls(path.read_bytes()))
+                return
             shutil.copyfile(path, target)
             if size is not None:
                 os.truncate(target, size)
@@ -139,7 +169,7 @@ class Backup:
 
     def _finish(self) -> None:
         new, current, previous = (self.folder / name for name in (NEXT, CURRENT, PREVIOUS))
-        manifest = {
+        manifest: Manifest = {
             "made_at": datetime.now(UTC).isoformat(),
             "flywheel": __version__,
             "state_dir": str(self.state_dir),
@@ -175,15 +205,14 @@ def tell(folders: Sequence[str], erasures: Sequence[Mapping[str, Any]]) -> list[
     return unreached
 
 
-def erased_since(folder: Path) -> list[dict[str, Any]]:
+def erased_since(folder: Path) -> list[Erased]:
     """What was written beside a backup by `tell`. Raises StoreError."""
     path = folder / ERASURES
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_bytes())
-        return [{name: each[name] for name in ("kind", "pseudonym", "blocks")} for each in found]
+        return msgspec.json.decode(path.read_bytes(), type=list[Erased])
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         why = f"it is damaged or cannot be read ({error})"
         hint = "What was erased since the backup would come back; mend the file, or move it away to accept that."
         raise StoreError(f"read {path}", why, hint) from error
@@ -195,11 +224,12 @@ def found_in(folder: Path) -> Path | None:
     return next((folder / name for name in (CURRENT, PREVIOUS) if (folder / name).is_dir()), None)
 
 
-def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
+def restore(folder: Path, state_dir: Path) -> tuple[Path, Manifest]:
     """Put the backup in a folder into an empty state directory; where it is, and its manifest.
 
     Nothing is in its place before all files are known to be whole. An interrupted restore is done again by the next.
-    Raises StoreError, also for a damaged backup or one of another state directory, and LockedError.
+    No link is followed below the state directory, which may be one itself. Raises StoreError, also for a damaged
+    backup or one of another state directory, and LockedError.
     """
     attempted = f"restore the backup in {folder}"
     try:
@@ -209,8 +239,10 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
         if os.path.realpath(made_of := manifest["state_dir"]) != os.path.realpath(state_dir):
             why = f"it is of the state {made_of}, whose paths are in it, and the configuration has {state_dir}"
             raise StoreError(attempted, why, "Set state.dir to that path, or make that path a symbolic link.")
+        erased, staging = erased_since(folder), state_dir / RESTORING
+        if link := next((each for each in state_dir.glob("*") if each.is_symlink()), None):
+            raise StoreError(attempted, f"{link} is a symbolic link", "Move it away: nothing is written over links.")
         with instance_lock(state_dir):
-            staging = state_dir / RESTORING
             others = {each.name for each in state_dir.iterdir()} - STATE_LOCKS - {RESTORING}
             if STATE_FILE in others or (others and not staging.is_dir()):
                 why = f"the state directory {state_dir} is not empty: it has {min(others)}"
@@ -218,9 +250,9 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
             make_private(staging)
             _empty(staging)
             _stage(found, manifest, staging, attempted)
-            if erased_since(folder):
+            if erased:
                 # It is in its place before the state is.
-                shutil.copyfile(folder / ERASURES, staging / ERASURES)
+                write_json(staging / ERASURES, erased, mode=0o600)
             found_version(staging)
             for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE_FILE):
                 if (target := state_dir / path.name).is_dir():
@@ -234,18 +266,22 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
     return found, manifest
 
 
-def _manifest(found: Path, attempted: str) -> dict[str, Any]:
+def _manifest(found: Path, attempted: str) -> Manifest:
     try:
-        read: dict[str, Any] = json.loads((found / MANIFEST).read_bytes())
-        if not all((found / name).resolve().is_relative_to(found.resolve()) for name in read["files"]):
-            raise ValueError("a file outside of the backup")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        read = msgspec.json.decode((found / MANIFEST).read_bytes(), type=Manifest)
+        for name in read["files"]:
+            path = PurePosixPath(name)
+            is_own = path.parts[:1] and path.parts[0] not in {*STATE_LOCKS, ERASURES, RESTORING}
+            is_below = str(path) == name and not path.is_absolute() and ".." not in path.parts
+            if not (is_own and is_below and (found / path).resolve().is_relative_to(found.resolve())):
+                raise ValueError(f"{name!r} is no name of a file in it")
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         why = f"its {MANIFEST} is damaged or missing ({error})"
         raise StoreError(attempted, why, "Restore another backup.") from error
     return read
 
 
-def _stage(found: Path, manifest: dict[str, Any], staging: Path, attempted: str) -> None:
+def _stage(found: Path, manifest: Manifest, staging: Path, attempted: str) -> None:
     """Copy the files of the state to `staging`. Raises StoreError with those that are not as they were written."""
     damaged = []
     for name, about in manifest["files"].items():
@@ -253,7 +289,7 @@ def _stage(found: Path, manifest: dict[str, Any], staging: Path, attempted: str)
             continue
         target = staging / name
         make_private(target.parent)
-        os.close(private(target, os.O_WRONLY | os.O_CREAT))
+        os.close(private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(found / name, target)
         sync(target)

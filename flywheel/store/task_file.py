@@ -265,12 +265,14 @@ class _TaskRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A task file at one time: its path, first bytes and size in bytes. `lacking` is how many bytes it has lost."""
+    """A task file at one time: its path, first bytes, size in bytes and permissions. `lacking` is how many bytes it
+    has lost. One that was moved away has no byte."""
 
     path: str
     begins: str
     size: int
     lacking: int = 0
+    mode: int = PRIVATE
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -279,7 +281,8 @@ class FileState:
             if not path.is_file():
                 return None
             with path.open("rb") as file:
-                return cls(str(path), file.read(_BEGINNING).decode("latin-1"), file.seek(0, 2))
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                return cls(str(path), file.read(_BEGINNING).decode("latin-1"), file.seek(0, 2), mode=mode)
         except OSError:
             return None
 
@@ -305,10 +308,9 @@ class FileState:
 
 @dataclass(slots=True)
 class TaskFile:
-    """The task file of a state. A new file gets `mode`, as far as the umask allows."""
+    """The task file of a state. A new file is private, or has the permissions of the one that was moved away."""
 
     path: Path
-    mode: int = PRIVATE
     _seen: FileState | None = None
     _written: FileState | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -336,6 +338,8 @@ class TaskFile:
         if found != self._seen:
             before = await store.read(noted_state)
             now = found.since(before) if found is not None else None
+            if now is None and before is not None and before.path == str(self.path):
+                now = replace(before, begins="", size=0, lacking=0)
             if now != before:
                 await store.write(note_state, now)
             if now is not None and now.lacking:
@@ -348,10 +352,12 @@ class TaskFile:
         if found is None or found != self._written:
             # Another program wrote to the file, or it is unknown how the last append ended.
             there = await in_thread(prepare, self.path, _last)
+        before = found or await store.read(noted_state)
+        mode = before.mode if before is not None and before.path == str(self.path) else PRIVATE
         self._written = None
         count = 0
         while page:
-            count += await in_thread(_append, self.path, page, there, self.mode)
+            count += await in_thread(_append, self.path, page, there, mode)
             self._seen = await in_thread(FileState.of, self.path)
             page = await store.write(_mark, page, self._seen)
         self._written = self._seen
@@ -425,8 +431,8 @@ def _every(file: BinaryIO) -> Iterable[bytes]:
     return (line for line in file if line.endswith(b"\n"))
 
 
-def _append(path: Path, rows: Sequence[_TaskRow], there: Set[str], mode: int = 0o666) -> int:
-    """Append the rows whose tasks are not there yet."""
+def _append(path: Path, rows: Sequence[_TaskRow], there: Set[str], mode: int = PRIVATE) -> int:
+    """Append the rows whose tasks are not there yet. A new file gets `mode`."""
     try:
         return append_lines(path, [row.line + b"\n" for row in rows if row.line and row.key not in there], mode=mode)
     except OSError as error:

@@ -155,12 +155,15 @@ def append_jsonl(path: Path, values: Iterable[Any]) -> int:
     return append_lines(path, [json_line(value) for value in values])
 
 
-def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> int:
-    """Append lines, which end in a newline, and fsync; returns their number. A new file gets `mode`."""
+def append_lines(path: Path, lines: Sequence[bytes], *, mode: int | None = None) -> int:
+    """Append lines, which end in a newline, and fsync; returns their number. A new file gets `mode`, without one what
+    the umask allows."""
     if not lines:
         return 0
-    created = not path.exists()
-    with open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, mode)) as file:
+    created, initial = not path.exists(), 0o666 if mode is None else PRIVATE
+    with open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, initial)) as file:
+        if created and mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())

@@ -36,7 +36,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from flywheel.secrets import redact_secrets, register_secret
+from flywheel.secrets import masked_url, redact_secrets, register_secret, whole_url
 from flywheel.system.heartbeat import beat
 
 MAX_ANSWER_BYTES: Final = 4 << 20
@@ -78,6 +78,7 @@ class BoundedClient(httpx2.AsyncClient):
         """The proxies of the environment (`trust_env`) are for the internet, not for our own servers."""
         # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
         verify = ssl_context() if url.lower().startswith("https:") else False
+        url = whole_url(url)
         super().__init__(base_url=url, headers=headers, timeout=seconds, trust_env=trust_env, verify=verify)
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
@@ -175,7 +176,7 @@ class ModelHttpClient:
         # A redirect would send the key to another host. The proxies of the environment are the transport's.
         http = httpx2.Client(transport=transport, follow_redirects=False, trust_env=False)
         # Each request brings its key; its caller retries and counts.
-        self._client = openai.OpenAI(api_key="none", base_url=url, max_retries=0, http_client=http)
+        self._client = openai.OpenAI(api_key="none", base_url=whole_url(url), max_retries=0, http_client=http)
         # Runs also when the owner is collected without a call of `close`.
         self.close = weakref.finalize(self, http.close)
 
@@ -378,8 +379,9 @@ def _requested_delay(state: RetryCallState) -> float | None:
 
 
 def endpoint_url(base_url: str | None) -> str:
-    """The URL of an endpoint, without a slash at its end: `base_url`, else `$OPENAI_BASE_URL`, else OpenAI's."""
-    return (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    """The URL of an endpoint, without a slash at its end: `base_url`, else `$OPENAI_BASE_URL`, else empty. A name and
+    password in it are masked; the clients here send them."""
+    return masked_url((base_url or os.environ.get("OPENAI_BASE_URL") or "").rstrip("/"))
 
 
 def is_http_url(url: str) -> bool:

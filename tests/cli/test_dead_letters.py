@@ -50,7 +50,8 @@ def succeeded(ran: Ran) -> Ran:
     return ran
 
 
-def test_without_any_there_are_none(flywheel: Run) -> None:
+def test_without_any_there_are_none(flywheel: Run, tmp_path: Path) -> None:
+    write_config(tmp_path, sources=[])
     assert "Dead letters: none" in succeeded(flywheel("dead-letters")).out
     assert letters(flywheel) == {"letters": [], "open": 0, "retried": 0, "dropped": 0}
     assert succeeded(flywheel("dead-letters", "retry", "--all")).out == "no dead letter is open\n"

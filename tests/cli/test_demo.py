@@ -14,6 +14,7 @@ import pytest
 
 from flywheel.errors import EXIT_FAILED
 from scripts import demo_replies
+from tests.factories.text_places import place_of
 from tests.factories.web import address_in
 from tests.waiting import wait_for
 
@@ -37,6 +38,9 @@ def test_the_table(tmp_path: Path) -> None:
     status = [sys.executable, "-m", "flywheel", "status", "-c", str(tmp_path / "demo" / "flywheel.yaml")]
     shown = subprocess.run(status, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True).stdout
     assert "100 replies = 100 tasks" in shown
+    state = tmp_path / "demo" / "state"
+    files = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
+    assert {file for file in files if len(place_of(file)) != 1} == set(), "`forget` would miss it"
     again = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert again.returncode == EXIT_FAILED and "is not empty" in again.stderr
 

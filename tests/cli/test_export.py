@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import task_list
 from flywheel.system import own_package
 from tests.cli.conftest import Run
+from tests.factories.config import write_config
 from tests.factories.round import put_round
 from tests.factories.state import open_state, write_state
 from tests.training.data.formats.filling import (
@@ -162,6 +164,108 @@ def test_a_file_is_replaced_only_by_force(flywheel: Run, home: Path, tmp_path: P
     assert mine.read_text() == "precious"
     assert flywheel("export", "--format", "agentjet", "--out", mine, "--force").code == 0
     assert len(lines(mine)) == 13
+
+
+def test_the_file_of_metrics_is_replaced_only_by_force_and_is_never_that_of_the_records(
+    flywheel: Run, home: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("precious")
+    ran = flywheel("export", "--format", "trl-sft", "--metrics", mine)
+    assert (ran.code, mine.read_text()) == (1, "precious")
+    assert "--force" in ran.err and "--metrics" in ran.err
+    assert not (tmp_path / "trl-sft.jsonl").exists()
+    (tmp_path / "link").symlink_to(mine)
+    for out, metrics in ((mine, mine), (mine, tmp_path / "link"), ("new", "./new"), ("-", "-")):
+        ran = flywheel("export", "--format", "trl-sft", "--out", out, "--metrics", metrics, "--force")
+        assert (ran.code, mine.read_text()) == (2, "precious")
+    assert flywheel("export", "--format", "trl-sft", "--metrics", mine, "--force").code == 0
+    assert "lexical_diversity" in mine.read_text()
+
+
+def test_new_exports_are_private_and_an_existing_file_keeps_its_mode(
+    flywheel: Run, home: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        for force in ([], ["--force"]):
+            files = ["trl-sft.jsonl", "metrics.jsonl"]
+            assert flywheel("export", "--format", "trl-sft", "--metrics", files[1], *force).code == 0
+            modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in files]
+            assert modes == ([0o644, 0o644] if force else [0o600, 0o600])
+            for name in files:
+                (tmp_path / name).chmod(0o644)
+        (tmp_path / "source.jsonl").write_text('{"main_query": "1 + 1", "answer": "2"}\n')
+        config = write_config(tmp_path, sources=[{"type": "jsonl", "path": "source.jsonl"}])
+        assert flywheel("ingest", "-c", config, "--out", "ingested.jsonl").code == 0
+        assert stat.S_IMODE((tmp_path / "ingested.jsonl").stat().st_mode) == 0o600
+        assert flywheel("ingest", "-c", config, "--out", tmp_path / "state" / "a.jsonl").code == 1
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("option", ["--out", "--metrics"])
+@pytest.mark.parametrize("through", ["", "link"])
+def test_nothing_is_exported_into_the_state_where_an_erasure_would_miss_it(
+    flywheel: Run, home: Path, tmp_path: Path, option: str, through: str
+) -> None:
+    (tmp_path / "link").symlink_to(home)
+    place = (tmp_path / "link" if through else home) / "new.jsonl"
+    ran = flywheel("export", "--format", "trl-sft", option, place)
+    assert ran.code == 1 and "it is in the state directory" in ran.err
+    assert not place.exists()
+
+
+def test_what_people_say_counts_more_than_the_verdict(flywheel: Run, home: Path) -> None:
+    before = {line["task_id"]: line for line in lines_of(flywheel, home)}
+    [rejected] = [
+        line["task_id"]
+        for line in json.loads(flywheel("tasks", "--state", "rejected", "--json").out)["tasks"]
+        if line["task_id"] not in before
+    ][:1]
+    disliked, disputed, *_ = before
+    for task, by, label in (
+        (disliked, "ann", "accept"), (disliked, "ann", "reject"), (rejected, "ann", "accept"),
+        (disputed, "ann", "reject"), (disputed, "bob", "accept"),
+    ):  # fmt: skip
+        assert flywheel("label", task, label, "--by", by).code == 0
+    ran = flywheel("export", "--format", "trl-sft", "--force", "--json")
+    after = {line["task_id"]: line for line in lines(home.parent / "trl-sft.jsonl")}
+    assert after.keys() == before.keys() - {disliked} | {rejected}
+    assert after[rejected]["score"] == 1.0
+    assert ran.json["left_out"]["most people reject the reply"] == 1
+    assert "left out 1: most people reject the reply" in flywheel("export", "--format", "trl-sft", "--force").out
+    of_rejected = flywheel("export", "--format", "agentjet", "--state", "rejected", "--json").json
+    assert of_rejected["left_out"]["most people accept the reply"] == 1
+    kept = {line["task_id"] for line in lines(home.parent / "agentjet.jsonl")}
+    assert disliked in kept and rejected not in kept
+
+
+def test_a_pair_follows_what_people_say(flywheel: Run, home: Path) -> None:
+    assert flywheel("export", "--format", "trl-dpo").code == 0
+    [pair] = lines(home.parent / "trl-dpo.jsonl")
+    for task, label in ((pair["chosen_task_id"], "reject"), (pair["rejected_task_id"], "accept")):
+        assert flywheel("label", task, label).code == 0
+    assert flywheel("export", "--format", "trl-dpo", "--force").code == 0
+    [other] = lines(home.parent / "trl-dpo.jsonl")
+    assert (other["chosen_task_id"], other["rejected_task_id"]) == (pair["rejected_task_id"], pair["chosen_task_id"])
+    assert (other["chosen_score"], other["rejected_score"]) == (1.0, 0.0)
+
+
+def test_a_home_directory_is_expanded_as_it_is_checked(
+    flywheel: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (user := tmp_path / "user").mkdir()
+    monkeypatch.setenv("HOME", str(user))
+    ran = flywheel("export", "--format", "trl-sft", "--out=~/x.jsonl", "--metrics=~/m.jsonl")
+    assert ran.code == 0
+    assert sorted(path.name for path in user.iterdir()) == ["m.jsonl", "x.jsonl"]
+    assert f"in {user}/x.jsonl" in ran.out
+    ran = flywheel("export", "--format", "trl-sft", "--out=~/x.jsonl")
+    assert ran.code == 1 and "it exists" in ran.err
+    ran = flywheel("export", "--format", "trl-sft", "--out=~nobody-has-this-name/x.jsonl")
+    assert ran.code == 78 and "home directory" in ran.err
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize("out", ["", "missing/x.jsonl"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sqlite3
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon.erasure import PLACES, WITHOUT_TEXTS
+from flywheel.daemon.erasure import PLACES
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from tests import warm
 from tests.cli.conftest import Run
@@ -34,6 +33,7 @@ from tests.factories.forgettable import (
 )
 from tests.factories.planted import WORDS, planted_in
 from tests.factories.state import execute
+from tests.factories.text_places import place_of
 from tests.factories.trace import write_lines
 from tests.waiting import wait_for
 
@@ -96,18 +96,6 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     audit = flywheel("audit", "--deep", "--json", "-c", config)
     assert audit.code == 0, audit.out
     assert audit.json["erased"] == 8
-
-
-def place_of(file: str) -> list[str]:
-    """What a file of a state is, by the list that `forget` goes through."""
-    known = {pattern: place.what for place in PLACES for pattern in place.files}
-    known |= dict.fromkeys(WITHOUT_TEXTS, "no texts")
-    return sorted({what for pattern, what in known.items() if re.fullmatch(translated(pattern), file)})
-
-
-def translated(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*)", pattern)
-    return "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
 
 
 @pytest.mark.slow

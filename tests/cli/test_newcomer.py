@@ -84,22 +84,62 @@ def test_the_page_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkey
     assert told == shown.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["filter"], ["filter", "--dry-run"], ["filter", "--estimate"], ["ingest"]])
+NOTHING_TO_READ = [
+    ["run"], ["run", "--once"], ["round"], ["round", "--debug"], ["filter"], ["filter", "--dry-run"],
+    ["filter", "--estimate"], ["judge"], ["ingest"], ["status"], ["status", "--json"], ["tasks"],
+    ["tasks", "release", "--all"], ["audit"], ["audit", "--deep"], ["prune"], ["backup", "kept"], ["serve"],
+    ["evaluate", "--model", "m", "--benchmark", "held-out"], ["retrieval", "evaluate"],
+]  # fmt: skip
+"""Commands that need a configuration, or a state."""
+
+
+@pytest.mark.parametrize("command", NOTHING_TO_READ)
+@pytest.mark.parametrize("given", [(), ("--set", "judge.model=m")])
 def test_without_a_configuration_it_says_what_it_lacks_and_makes_nothing(
-    flywheel: Run, home: Path, command: list[str]
+    flywheel: Run, home: Path, command: list[str], given: tuple[str, ...]
 ) -> None:
     before = set(home.rglob("*"))
-    ran = flywheel(*command)
-    assert (ran.code, ran.out) == (EXIT_CONFIG, "")
+    ran = flywheel(*given, *command)
+    assert ran.code == EXIT_CONFIG
     assert "there is no configuration" in ran.err and "`flywheel init` writes one" in ran.err
     assert set(home.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["why", "r0001"], ["show", "task"], ["dead-letters"], ["dead-letters", "retry", "--all"], ["config", "show"],
+        ["label", "task", "accept"], ["labels"], ["labels", "import", "labels.jsonl"], ["deploy", "base"],
+        ["rollback"], ["forget", "--user", "u"], ["export", "tasks"], ["rollouts", "r0001"], ["workflow", "check"],
+        ["rubric", "calibrate", str(ROOT / "rubrics" / "math-boxed.yaml"), "--labels", "labels.jsonl"],
+        ["rubric", "suggest", "--labels", "labels.jsonl"], ["doctor"],
+    ],
+)  # fmt: skip
+def test_on_the_defaults_no_command_makes_a_state(flywheel: Run, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "labels.jsonl").write_text(json.dumps({"query": "1 + 1", "answer": "2", "label": "accept"}) + "\n")
+    flywheel("--set", "judge.base_url=http://127.0.0.1:9/v1", "--set", "judge.model=m", *command)
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.slow
+def test_a_configuration_or_sources_by_option_or_a_state_are_enough(flywheel: Run, home: Path) -> None:
+    sources = ("--set", f"sources=[{{path: {home}/AgentScope-Studio/database.sqlite}}]")
+    assert flywheel("ingest", *sources).code == 0
+    for command in (["status"], ["tasks"], ["audit"], ["prune", "--dry-run"], ["backup", "../kept"]):
+        assert "there is no configuration" not in flywheel(*command).err, "there is a state"
+    for command in (["run"], ["round"], ["ingest"], ["filter"]):
+        assert flywheel(*command).code == EXIT_CONFIG, "a state does not say what to read"
     assert "FLYWHEEL_CONFIG" not in flywheel("init", ".").out, "commands find it in the current directory"
-    assert "there is no configuration" not in flywheel(*command).err
+    for command in (["ingest"], ["filter", "--estimate"], ["status"]):
+        assert "there is no configuration" not in flywheel(*command).err
 
 
 def test_a_named_database_is_read_without_a_configuration(flywheel: Run, home: Path) -> None:
-    assert flywheel("ingest", "--source", home / "AgentScope-Studio" / "database.sqlite").code == 0
+    source = home / "AgentScope-Studio" / "database.sqlite"
+    assert "there is no state" in flywheel("audit", "--deep", "--source", source).out
+    assert not (home / "home").exists()
+    assert flywheel("ingest", "--source", source).code == 0
+    assert flywheel("audit", "--deep", "--source", source).code == 0
 
 
 @pytest.mark.slow
@@ -135,8 +175,9 @@ def test_a_state_without_a_byte_is_none(flywheel: Run, tmp_path: Path) -> None:
     assert "there is no state" not in flywheel("status", "-c", config).out
 
 
-@pytest.mark.parametrize("command", [["why", "r0001"], ["round", "--debug"]])
-def test_a_question_to_a_state_that_is_not_there(flywheel: Run, command: list[str]) -> None:
+@pytest.mark.parametrize("command", [["why", "r0001"], ["round", "--debug", "-c", "other.yaml"]])
+def test_a_question_to_a_state_that_is_not_there(flywheel: Run, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "other.yaml").write_text("sources: []\njudge: {base_url: 'http://127.0.0.1:9/v1', model: m}\n")
     ran = flywheel(*command)
     assert ran.code == 1
     assert "there is no state" in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from flywheel.secrets import REDACTED
+from flywheel.secrets import REDACTED, URL_USERS
+from flywheel.store.backup import CURRENT
 from tests.cli.conftest import Run
+from tests.cli.filter_bench import Bench
 from tests.factories.config import write_chain, write_config, write_rubric
 from tests.factories.local_server import JsonHandler, LocalServer
 from tests.factories.trace import write_lines
@@ -52,6 +55,38 @@ class Echo(LocalServer):
 def echo() -> Iterator[Echo]:
     with Echo() as echo:
         yield echo
+
+
+@pytest.mark.parametrize("password", ["s3cret-word", "pw"])
+@pytest.mark.parametrize("by", ["file", "variable"])
+def test_the_password_of_an_endpoint_is_sent_and_stored_nowhere(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str, by: str
+) -> None:
+    monkeypatch.setenv(URL_USERS, "")
+    url = bench.judge.base_url.replace("://", f"://bob:{password}@")
+    if by == "file":
+        bench.settings["base_url"] = url
+    else:
+        bench.settings["base_url"] = None
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+    bench.lines("good boxed", "bad")
+    said = [bench(*command) for command in (["filter"], ["status"], ["status", "--json"], ["doctor", "--ask-judge"])]
+    assert {each["authorization"] for each in bench.judge.headers if "authorization" in each} == {
+        f"Basic {base64.b64encode(f'bob:{password}'.encode()).decode()}"
+    }
+    bench.judge.behave("500")
+    bench.lines("good boxed again")
+    said.append(bench("filter"))
+    assert "http://***@" in said[-1].out + said[-1].err
+    said += [bench("config", "show"), bench("backup", tmp_path / "kept")]
+    assert said[-1].code == 0
+    for ran in said:
+        assert f"bob:{password}" not in ran.out + ran.err
+    stored = {path: content for path, content in bench.files().items() if not path.endswith("source.jsonl")}
+    assert [path for path, content in stored.items() if f"bob:{password}".encode() in content] == (
+        [str(tmp_path / "flywheel.yaml")] if by == "file" else []
+    )
+    assert any(f"{CURRENT}/configuration/flywheel.yaml" in path for path in stored)
 
 
 def configured(folder: Path, echo: Echo, **sections: Any) -> Path:

@@ -69,7 +69,7 @@ def test_keys_of_another_program_are_set_before_they_are_translated(flywheel: Ru
     assert found["model.base"] == ("of/the-author", "--set")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "--set")
     assert found["rollout.temperature"] == (0.9, f"{file}:7")
-    assert found["judge.model"] == ("gpt-4o-mini", "default")
+    assert found["judge.model"] == (None, "default")
     ran = flywheel("config", "show", "--json", "-c", write_yaml(file, ajet({})), "--set=ajet.model.path=other/one")
     assert told_settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
 

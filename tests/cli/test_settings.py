@@ -62,7 +62,10 @@ def test_settings_by_name_are_shown_each(flywheel: Run, tmp_path: Path) -> None:
 
 def test_a_suite_that_is_too_small_is_refused_with_the_size_that_is_needed(flywheel: Run, tmp_path: Path) -> None:
     (tmp_path / "suite.jsonl").write_text('{"question": "1+1?"}\n')
-    (tmp_path / "flywheel.yaml").write_text("gate: {suites: {sums: {file: suite.jsonl, margin: 0.1}}}\n")
+    (tmp_path / "flywheel.yaml").write_text(
+        "judge: {base_url: 'http://127.0.0.1:9/v1', model: m}\n"
+        "gate: {suites: {sums: {file: suite.jsonl, margin: 0.1}}}\n"
+    )
     for command in (["config", "show"], ["round"], ["run", "--once"]):
         ran = flywheel(*command)
         assert ran.code == 78, ran.err
@@ -74,7 +77,7 @@ def test_a_suite_that_is_too_small_is_refused_with_the_size_that_is_needed(flywh
 
 def test_the_next_times_of_a_schedule_are_shown_in_utc(flywheel: Run, tmp_path: Path) -> None:
     assert flywheel("config", "show", "--json").json["next_cron_times"] == []
-    assert flywheel("status", "--json").json["next_cron_times"] == []
+    assert flywheel("status", "--json", "--set", "sources=[]").json["next_cron_times"] == []
     assert "cron " not in flywheel("status").out
     (tmp_path / "flywheel.yaml").write_text("trigger: {cron: 30 3 29 2 *}\n")
     for command in (["config", "show"], ["status"]):
@@ -149,7 +152,6 @@ def test_what_agentjet_takes_is_said_with_the_settings_and_at_the_start_of_a_run
         "model: {base: some/model}\n"
         "state: {dir: state}\n"
         "serving: {urls: ['http://127.0.0.1:1']}\n"
-        "judge: {base_url: 'http://127.0.0.1:1/v1'}\n"
         "training: {inexact_prompts: leave-out}\n"
         "sources:\n"
         "  - {type: jsonl, path: a.jsonl}\n"
@@ -159,14 +161,16 @@ def test_what_agentjet_takes_is_said_with_the_settings_and_at_the_start_of_a_run
     (tmp_path / "b.jsonl").touch()
     found = told_settings(flywheel("config", "show", "--json", "-c", file))
     assert found["sources.0.models.include"] == (["*"], "AgentJet's default")
-    assert found["sources.1.models.include"] == (["mine"], f"{file}:9")
-    assert found["training.inexact_prompts"] == ("leave-out", f"{file}:6")
+    assert found["sources.1.models.include"] == (["mine"], f"{file}:8")
+    assert found["training.inexact_prompts"] == ("leave-out", f"{file}:5")
     assert found["rollout.tools.uncalled"] == ("use", "AgentJet's default")
     said = (
         "as in AgentJet, where the file sets nothing: replies of every model count (sources[].models.include: ['*']);"
-        " tasks whose tools were not called are used (rollout.tools.uncalled: use)"
+        " tasks whose tools were not called are used (rollout.tools.uncalled: use); replies are sent to the judge"
+        " qwen3-235b-a22b-instruct-2507 at https://dashscope.aliyuncs.com/compatible-mode/v1 (judge.base_url)"
     )
     assert said in flywheel("run", "--once", "-c", file).err
+    assert said in flywheel("filter", "-c", file).err
     assert said in flywheel("round", "-c", file).out
     file.write_text("model: {base: some/model}\nstate: {dir: other}\nsources: []\n")
     assert "AgentJet" not in flywheel("round", "-c", file).out

@@ -38,7 +38,7 @@ def test_few_conversations_and_the_ratio_explain_it_too(flywheel: Run, tmp_path:
 
 
 def test_nothing_is_said_where_both_sides_have_some_or_there_is_nothing(flywheel: Run, tmp_path: Path) -> None:
-    assert flywheel("status", "--json").json["warnings"] == []
+    assert flywheel("status", "--json", "--set", "sources=[]").json["warnings"] == []
     write_state(tmp_path / "home", put_replies, *on_both_sides(2, 1))
     assert flywheel("status", "--json").json["warnings"] == []
 

@@ -14,6 +14,7 @@ from flywheel.records.states import TaskState
 from flywheel.store import bursts, deduplication
 from flywheel.store.kernel import schema
 from tests.cli.conftest import Run
+from tests.factories.config import write_config
 from tests.factories.state import write_state
 from tests.factories.trace import put_replies, reply
 
@@ -83,7 +84,8 @@ def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_p
     assert flywheel("tasks", "--state", TaskState.PENDING.value).out.endswith("4 pending\n")
 
 
-def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
+def test_nothing_is_held_in_an_empty_state(flywheel: Run, tmp_path: Path) -> None:
+    write_config(tmp_path, sources=[])
     assert flywheel("tasks", "--state", "held").out == "No task matches.\n"
     assert flywheel("tasks").out == "There are no tasks yet: `flywheel ingest` reads the sources.\n"
 

@@ -372,8 +372,11 @@ def test_what_that_program_uses_is_used(root: str, tmp_path: Path) -> None:
     assert config.assumed == (
         "as in AgentJet, where the file sets nothing: replies of every model count (sources[].models.include: ['*']);"
         " tasks without an exact prompt are used (training.inexact_prompts: use); tasks whose tools were not called"
-        " are used (rollout.tools.uncalled: use)"
+        " are used (rollout.tools.uncalled: use); replies are sent to the judge qwen3-235b at"
+        " https://dashscope.aliyuncs.com/compatible-mode/v1 (judge.base_url)"
     )
+    judge = {"base_url": "http://127.0.0.1:9/v1"}
+    assert "judge" not in read(tmp_path, raw | {"model": MODEL, "judge": judge}).assumed
     own = read(tmp_path, {"model": MODEL})
     assert (taken(own), own.assumed) == (([[]], "leave-out", "leave-out"), "")
 

@@ -24,6 +24,7 @@ from flywheel.daemon.notifier import WAITS, NoticeTarget
 from flywheel.daemon.stage import Stage
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
+from flywheel.secrets import URL_USERS
 from flywheel.store import deployments, ledger, notices, rounds, stages
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.erasures import Kind
@@ -607,3 +608,20 @@ async def test_a_url_in_a_variable(
 def test_the_page_names_every_notice() -> None:
     page = (ROOT / "docs" / "how-to" / "alerts.md").read_text().split("## Notices")[1].split("\n## ")[0]
     assert set(EVERY) <= set(re.findall(r"`(\w+)`", page.split("| notice |")[1]))
+
+
+async def test_a_password_in_the_url_is_sent_and_in_no_error(
+    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(URL_USERS, "")
+    url = webhook.url.replace("://", "://bob:s3cret-word@")
+    target = await begun(store, configured(tmp_path, {"url": url, "on": EVERY}))
+    await store.write(letter, "a-task")
+    await target.deliver()
+    [(headers, _)] = webhook.got
+    assert headers["authorization"] == f"Basic {base64.b64encode(b'bob:s3cret-word').decode()}"
+    webhook.statuses.append(500)
+    await store.write(letter, "another")
+    with pytest.raises(NotifyError) as failed:
+        await target.deliver()
+    assert "s3cret" not in str(failed.value)

@@ -17,6 +17,7 @@ from flywheel.errors import ConfigError, ReceiverError
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from tests.daemon.following import Following, exported, status
+from tests.factories.config import make_config
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request, request_of, span
 from tests.sources.studio.writer import labels
 from tests.waiting import until
@@ -95,8 +96,7 @@ async def test_an_address_where_nothing_was_received_yet_is_no_trouble(tmp_path:
 async def test_a_daemon_that_receives_leaves_nothing_behind_however_great_the_hurry(
     tmp_path: Path, signals: int
 ) -> None:
-    raw = {"state": {"dir": "state"}, "sources": [{"type": "otlp", "listen": LISTEN}]}
-    config = parse(raw, "test", tmp_path)
+    config = make_config(tmp_path, sources=[{"type": "otlp", "listen": LISTEN}])
     threads, tasks = left_running(), asyncio.all_tasks()
     store = await Store.open(config.state_dir)
     daemon = Service(config, store)
@@ -124,7 +124,7 @@ async def test_a_second_receiver_that_cannot_have_its_address_leaves_nothing_of_
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         sources = [{"type": "otlp", "listen": LISTEN}, {"type": "otlp", "listen": listen}, {"path": "lines"}]
-        config = parse({"state": {"dir": "state"}, "sources": sources}, "test", tmp_path)
+        config = make_config(tmp_path, sources=sources)
         threads, tasks = left_running(), asyncio.all_tasks()
         store = await Store.open(config.state_dir)
         with pytest.raises(ReceiverError, match="in use"):
@@ -137,7 +137,7 @@ async def test_a_second_receiver_that_cannot_have_its_address_leaves_nothing_of_
 async def test_a_daemon_that_cannot_have_its_address_ends_in_order_and_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        config = parse({"state": {"dir": "state"}, "sources": [{"type": "otlp", "listen": listen}]}, "test", tmp_path)
+        config = make_config(tmp_path, sources=[{"type": "otlp", "listen": listen}])
         store = await Store.open(config.state_dir)
         before = asyncio.all_tasks()
         with pytest.raises(ReceiverError, match=f"receive spans at {listen}.*in use"):

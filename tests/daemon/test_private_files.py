@@ -64,18 +64,16 @@ async def test_what_a_daemon_writes_is_for_its_user_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_a_task_file_elsewhere_is_for_whom_the_umask_lets(tmp_path: Path) -> None:
-    """Another trainer may read it, which may run as another user."""
-    before = os.umask(0o022)
-    try:
-        config = configured(tmp_path, output=str(tmp_path / "shared.jsonl"))
+@pytest.mark.usefixtures("_umask")
+async def test_a_task_file_elsewhere_is_private_as_well(tmp_path: Path) -> None:
+    config = configured(tmp_path, output=str(tmp_path / "elsewhere.jsonl"))
+    with instance_lock(config.state_dir):
         async with Following(config) as following, httpx.AsyncClient() as client:
+            url = following._sources._receivers[0].url
             content = request_of(fixture("new_v2")).SerializeToString()
-            await client.post(following._sources._receivers[0].url, content=content, headers=PROTOBUF)
+            assert (await client.post(url, content=content, headers=PROTOBUF)).status_code == 200
             await until(lambda: len(list(exported(config))) > 3, "tasks")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "shared.jsonl").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "elsewhere.jsonl").stat().st_mode) == 0o600
 
 
 @pytest.mark.training

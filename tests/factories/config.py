@@ -21,9 +21,21 @@ UNWATCHED: dict[str, Any] = {"deploy": {"watch": {"new_share": 1}}}
 """Most tests are about what happens where a new version answers alone."""
 
 
+JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "test-judge"}
+"""A judge at an address where nothing answers."""
+
+
+def raw_config(**sections: Any) -> dict[str, Any]:
+    """A configuration whose state is in `state` beside its file."""
+    judge = sections.get("judge", {})
+    if isinstance(judge, dict):
+        sections["judge"] = {**JUDGE, **judge}
+    return {"state": {"dir": "state"}, **UNWATCHED, **sections}
+
+
 def make_config(folder: Path, **sections: Any) -> Config:
     """A configuration in `folder`, whose state is `folder/state`."""
-    return parse({"state": {"dir": "state"}, **UNWATCHED, **sections}, "test", folder)
+    return parse(raw_config(**sections), "test", folder)
 
 
 def with_settings(config: Config, **sections: dict[str, Any]) -> Config:
@@ -34,7 +46,7 @@ def with_settings(config: Config, **sections: dict[str, Any]) -> Config:
 
 def write_config(folder: Path, *, name: str = "flywheel.yaml", **sections: Any) -> Path:
     """The file of a configuration whose state is `folder/state`."""
-    return write_yaml(folder / name, {"state": {"dir": "state"}, **UNWATCHED, **sections})
+    return write_yaml(folder / name, raw_config(**sections))
 
 
 def write_rubric(folder: Path, *, name: str = "rubric.yaml", **values: Any) -> Path:
@@ -68,7 +80,7 @@ MISTAKES: list[dict[Any, Any]] = [
     {"sources": [{"type": 5}]}, {"sources": [{"type": ["studio"]}]}, {"sources": [{"path": 5}]}, {"training": None},
     {"training": [1]}, {"training": {"steps": 1.5}}, {"training": {"steps": -1}}, {"training": {"steps": None}},
     {"training": {"learning_rate": float("nan")}}, {"gate": {"alpha": float("nan")}}, {"gate": {"alpha": "high"}},
-    {"training": {"loss_type": "x"}}, {"training": {"lora": {"target_modules": []}}}, {"judge": {"model": None}},
+    {"training": {"loss_type": "x"}}, {"training": {"lora": {"target_modules": []}}}, {"judge": {"model": 5}},
     {"training": {"lora": {"target_modules": [5]}}}, {"training": {"seed": 2**40}}, {"judge": {"prices": {}}},
     {"judge": {"api_key_env": ["a"]}}, {"judge": {"backup": "x"}}, {"judge": {"allow_self": "maybe"}},
     {"serving": {"urls": []}}, {"serving": {"urls": "http://x"}}, {"serving": {"urls": ["http://[x"]}},

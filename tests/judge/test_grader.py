@@ -11,13 +11,14 @@ import pytest
 from tenacity import RetryCallState, Retrying
 
 from flywheel.config import JudgeSettings
-from flywheel.errors import FlywheelError, JudgeError
+from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge import prompt
+from flywheel.judge.client import require_judge
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system.http_client import CallError, parse_retry_after, retry_delay
+from flywheel.system.http_client import OPENAI_URL, CallError, parse_retry_after, retry_delay
 from tests.factories.judge_faults import FAULTS
 from tests.factories.judge_server import JudgeServer
 from tests.judge.conftest import GOOD, Make
@@ -233,10 +234,41 @@ def test_an_address_without_a_path_is_asked_for_one(make: Make, end: str) -> Non
 
 
 def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(JudgeError, match="OPENAI_API_KEY"):
-        Grader(RUBRIC, JudgeSettings(model="m")).grade(GOOD)
+        Grader(RUBRIC, JudgeSettings(model="m", base_url=OPENAI_URL)).grade(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "judge.base_url and judge.model are not set"),
+        ({"model": "m"}, "judge.base_url is not set"),
+        ({"base_url": "http://127.0.0.1:9/v1"}, "judge.model is not set"),
+        ({"backup": {"base_url": "http://127.0.0.1:9/v1", "model": "m"}}, "judge.base_url and judge.model"),
+    ],
+    ids=str,
+)
+def test_nothing_is_sent_to_a_default(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], missing: str) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+    settings = JudgeSettings(**given)
+    with pytest.raises(ConfigError, match=missing):
+        Grader(RUBRIC, settings).grade(GOOD)
+    with pytest.raises(ConfigError, match=missing):
+        require_judge(RUBRIC, settings)
+
+
+def test_a_rubric_may_name_the_model_and_one_without_judged_criteria_needs_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"model": "of-the-rubric"})})
+    with JudgeServer() as judge:
+        make(judge, named, model=None).grade(GOOD)
+    assert judge.requests[0]["model"] == "of-the-rubric"
+    checks = RUBRIC.model_copy(update={"criteria": [each for each in RUBRIC.criteria if not each.asks_the_judge]})
+    require_judge(checks, JudgeSettings())
+    assert Grader(checks, JudgeSettings()).grade(GOOD).calls == 0
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "http://", "http://[::1", "http://x:99999/v1", "ftp://x/v1"])

@@ -10,12 +10,13 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.states import Split
-from flywheel.store.backup import CURRENT, MANIFEST, PREVIOUS, RESTORING, Backup, restore
+from flywheel.store.backup import CURRENT, ERASURES, MANIFEST, PREVIOUS, RESTORING, Backup, restore
 from flywheel.store.kernel.database import STATE_FILE as STATE
 from flywheel.system.lock import STATE_LOCKS, instance_lock
 from tests import warm
@@ -156,6 +157,74 @@ def test_a_damaged_backup_is_refused_by_name_and_nothing_is_put_in_place(
         made.add_database(STATE, tmp_path / "aside" / STATE)
     restore(tmp_path / "backup", state)
     assert execute(state / STATE, "SELECT count(*) FROM tasks") == [(1,)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["link/../../../planted", "rounds/../../planted", "/planted", "", ".", "./tasks.jsonl", "rounds//a", "lock",
+     "erasures.json", ".restoring/x", "link/planted", 5],
+)  # fmt: skip
+def test_a_name_that_leads_elsewhere_is_refused(state: Path, tmp_path: Path, name: str | int) -> None:
+    back_up(state, folder := tmp_path / "backup")
+    manifest = folder / CURRENT / MANIFEST
+    # Where the link leads, the file is in the backup, with the right hash.
+    (folder / CURRENT / "rounds/r0001/deep/deeper").mkdir(parents=True)
+    (folder / CURRENT / "link").symlink_to(tmp_path if name == "link/planted" else "rounds/r0001/deep/deeper")
+    for place in (folder / CURRENT / "rounds/planted", tmp_path / "planted"):
+        place.write_bytes(b"")
+    read = json.loads(manifest.read_bytes())
+    read["files"][name] = read["files"]["tasks.jsonl"]
+    if name == 5:
+        read["files"] = 5
+    manifest.write_text(json.dumps(read))
+    shutil.rmtree(state)
+    (tmp_path / "planted").unlink()
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=MANIFEST):
+        restore(folder, state)
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["lock", ".restoring", "rounds"])
+def test_no_link_in_the_state_directory_is_followed(state: Path, tmp_path: Path, name: str) -> None:
+    back_up(state, folder := tmp_path / "backup")
+    shutil.rmtree(state)
+    state.mkdir()
+    (aside := tmp_path / "aside").mkdir()
+    (aside / "kept").write_bytes(b"kept")
+    (state / name).symlink_to(aside / "kept" if name == "lock" else aside)
+    with pytest.raises(StoreError, match=f"{name} is a symbolic link"):
+        restore(folder, state)
+    assert contents(aside) == {"kept": b"kept"}
+    # The directory itself may be one.
+    state.rename(tmp_path / "old")
+    state.symlink_to(aside)
+    (aside / "kept").unlink()
+    restore(folder, state)
+    assert contents(state) == FILES
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([{"kind": "planet", "pseudonym": "a", "blocks": True}], "planet"),
+        ([{"kind": "user", "pseudonym": {"a": 1}, "blocks": True}], r"\[0\]\.pseudonym"),
+        ([{"kind": "user", "pseudonym": "a", "blocks": "yes"}], r"\[0\]\.blocks"),
+        ([{"kind": "user", "pseudonym": "a"}], "blocks"),
+        ({"kind": "user"}, "array"),
+        ([7], r"\[0\]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_erasure_is_refused_by_name_before_anything_is_restored(
+    state: Path, tmp_path: Path, entries: Any, why: str
+) -> None:
+    back_up(state, folder := tmp_path / "backup")
+    shutil.rmtree(state)
+    (folder / ERASURES).write_text(json.dumps(entries))
+    with pytest.raises(StoreError, match=f"{ERASURES}.*{why}"):
+        restore(folder, state)
+    assert not state.exists()
 
 
 def test_nothing_is_restored_over_a_state_or_to_another_place(state: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,34 @@ async def test_every_task_is_a_line_once_and_in_order(store: Store, tmp_path: Pa
     assert await file.follow(store) == 3
     assert written_keys(file.path) == await store.read(keys)
     assert await store.read(waiting) == 0
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_file_keeps_its_mode_and_so_does_the_one_that_follows_it(
+    store: Store, tmp_path: Path, restarts: bool
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    file = TaskFile(path)
+
+    async def written(number: int) -> int:
+        await store.write(put_numbered, number, 1)
+        await file.follow(store)
+        return stat.S_IMODE(path.stat().st_mode)
+
+    before = os.umask(0o022)
+    try:
+        assert await written(0) == 0o600
+        path.chmod(0o664)
+        assert await written(1) == 0o664
+        path.rename(tmp_path / "rotated")
+        await file.follow(store)
+        file = TaskFile(path) if restarts else file
+        assert await written(2) == 0o664
+        assert written_keys(path) == (await store.read(keys))[2:]
+        file = TaskFile(path := tmp_path / "other.jsonl")
+        assert await written(3) == 0o600
+    finally:
+        os.umask(before)
 
 
 async def test_long_lines_are_written_a_few_at_a_time(

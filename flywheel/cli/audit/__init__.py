@@ -41,7 +41,7 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Verify that every reply is accounted for. Exit 1 if one is not."""
-    settings = load_config(config)
+    settings = load_config(config, names_sources=bool(source))
     if source and not deep:
         raise typer.BadParameter("it requires --deep", param_hint="--source")
     if source:

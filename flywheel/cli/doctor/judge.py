@@ -49,10 +49,10 @@ def check_judge(config: Config, *, ask: bool = False) -> Iterator[Finding]:
     if chain is not None:
         text = f"chain {chain.id}: {len(chain.before)} before the judge, {len(chain.after)} after it"
         yield Finding("filters", Result.OK, "; ".join((text, *chain.notices)))
-    settings = judge_settings(config, chain)
+    settings, is_asked = judge_settings(config, chain), True
     try:
         rubric = rubric_of(config, chain)
-        settings = settings_for(rubric, settings)
+        settings, is_asked = settings_for(rubric, settings), bool(rubric.asked)
         yield _rubric(config, rubric, chain)
         for name, own in config.by_target().items():
             if name and config.targets[name].rubric is not None:
@@ -67,7 +67,14 @@ def check_judge(config: Config, *, ask: bool = False) -> Iterator[Finding]:
             yield Finding("judge", Result.WARNING, warning, "Set judge.model to an independent model.")
     except ConfigError as error:
         yield Finding.from_error("judge", error)
-    for endpoint in endpoints_of(settings):
+    endpoints = endpoints_of(settings)
+    try:
+        endpoints[0].require()
+    except ConfigError as error:
+        if is_asked:
+            yield Finding.from_error("judge", error)
+        return
+    for endpoint in endpoints:
         listed = _listed(endpoint, settings)
         yield _asked(endpoint, settings, listed) if ask else listed
 

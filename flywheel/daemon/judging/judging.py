@@ -28,6 +28,7 @@ from flywheel.daemon.judging.judge_setup import (
 from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.judging.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.errors import FilterError, FlywheelError, JudgeError
+from flywheel.judge.client import require_judge
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.rubric import Rubric
@@ -107,7 +108,7 @@ class TaskJudging:
         self._config = config
         self._chain = chain_of(config)
         self.redact = self._chain.redact if self._chain else None
-        for notice in self._chain.notices if self._chain else ():
+        for notice in filter(None, (config.assumed, *(self._chain.notices if self._chain else ()))):
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
         check_independence(config, self.rubric)
@@ -140,6 +141,11 @@ class TaskJudging:
             judging.budget = self.budget
             found.append(judging)
         return found
+
+    def require_judge(self) -> None:
+        """Raises ConfigError if a rubric asks a judge and the settings do not say which one."""
+        for each in (self, *self._others):
+            require_judge(each.rubric, each.judge)
 
     def grader_of(self, result: TaskResult) -> Grader:
         """The grader with the rubric that a task was judged by, or was to be."""

@@ -33,7 +33,7 @@ from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.erasure import tasks_of
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose
-from flywheel.daemon.rounds.suites import suites_of
+from flywheel.daemon.rounds.suites import require_grader, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.waiting import expired, waits_for
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
@@ -146,6 +146,7 @@ class _TargetRounds:
     def of(cls, config: Config, rubric: Rubric, deployer: Deployer) -> Self:
         """With the files that the settings name; `rubric` is for targets without their own. Raises ConfigError."""
         own = rubric_of_target(config, rubric)
+        require_grader(config, own)
         return cls(config, own, suites_of(config, own), deployer.of(config), AvailableSamplesCache(config))
 
 

@@ -14,6 +14,7 @@ from flywheel.config.training import SuiteSettings
 from flywheel.daemon.judging.judge_setup import check_independence
 from flywheel.daemon.rounds.file_tasks import rows, task_of
 from flywheel.errors import ConfigError
+from flywheel.judge.client import require_judge
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.round import RoundTask, Suite
@@ -21,6 +22,7 @@ from flywheel.records.similarity import NEAR, jaccard, numbers, words
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.system.terminal import quantity
 from flywheel.training.gate.gate import power_on_suite
+from flywheel.training.optim.rollout_grading import has_judge
 
 MIN_POWER: Final = 0.5
 """Smallest probability with which a candidate that is as good must pass a suite."""
@@ -37,8 +39,15 @@ def suites_of(config: Config, rubric: Rubric) -> list[Suite]:
         if given.rubric is not None:
             own = load_rubric(given.rubric, config.correction("gate", "suites", name, "rubric"))
             check_independence(config, own)
+            require_grader(config, own)
         found.append(Suite(name=name, tasks=tasks, rubric=own.model_dump(mode="json"), margin=given.margin))
     return found
+
+
+def require_grader(config: Config, rubric: Rubric) -> None:
+    """Raise ConfigError if the answers of a round are graded by a judge, and the settings do not say by which."""
+    if has_judge(config):
+        require_judge(rubric, config.judge)
 
 
 def tasks_of_suites(config: Config) -> dict[str, list[RoundTask]]:

@@ -37,6 +37,7 @@ from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.judge.filters.python_filter import PythonFile, load_filter
 from flywheel.judge.filters.rules import Rules
 from flywheel.system.files import expanded, tidied
+from flywheel.system.http_client import endpoint_url
 from flywheel.system.shortage import shortage_of
 from flywheel.system.user_code import FunctionError
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
@@ -187,6 +188,11 @@ def load_chain(
         " own state, and that file is left as it is"
         for step in steps
         if isinstance(step, Deduplication) and step.db_path is not None
+    ]
+    notices += [
+        f"{path}: deduplication sends questions to {step.model} at {endpoint_url(step.base_url) or 'no endpoint'}"
+        for step in steps
+        if isinstance(step, Deduplication) and step.model is not None
     ]
     if ordered != filters:
         notices.append(

@@ -71,7 +71,7 @@ class Deduplication(Section):
     model: str | None = None
     """Embedding model. Without one, words are compared (MinHash), without any call."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
+    """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`."""
     api_key: str | None = None
     """Its key. Prefer the default: the environment variable that `api_key_env` names."""
     api_key_env: str = "OPENAI_API_KEY"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Self
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, exists, func, or_, select, true, tuple_
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, exists, func, or_, select, true, tuple_
 
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.request_id import BASE_VERSION, UNRECORDED
@@ -28,11 +28,13 @@ from flywheel.store.kernel.schema import (
     fingerprints,
     influences,
     judge_models,
+    labels,
     replies,
     sources,
     tasks,
     verdicts,
 )
+from flywheel.store.labels import majority
 from flywheel.store.reply_names import is_of_span
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
 from flywheel.store.views.acceptance import ACCEPTED, JUDGED
@@ -368,11 +370,12 @@ def detail(row: Row[Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class ExportedTask:
     """One task; `outcome`, `score`, `results` and `rubric` (its hash) are those of the verdict that decided it. None
-    or empty without one."""
+    or empty without one. `by_people` is whether most people accept the reply, None without a majority."""
 
     id: int
     line: dict[str, Any]
     state: TaskState
+    by_people: bool | None
     outcome: Outcome | None
     score: float | None
     results: list[dict[str, Any]]
@@ -391,13 +394,19 @@ def next_ids(
     splits: Collection[Split],
     target: str | None = None,
     *,
+    if_labelled: Collection[TaskState] = (),
     after: int,
     limit: int,
 ) -> list[int]:
-    """The ids of the next tasks of a target (None: of all) behind `after`, the oldest first."""
+    """The ids of the next tasks of a target (None: of all) behind `after`, the oldest first: those in `states`, and
+    in other states if anybody has labelled them."""
+    labelled = tasks.c.id.in_(select(labels.c.task_id))
     where: list[ColumnElement[bool]] = [
         tasks.c.id > after,
-        tasks.c.state.in_([state.value for state in states]),
+        or_(
+            tasks.c.state.in_([state.value for state in states]),
+            and_(tasks.c.state.in_([state.value for state in if_labelled]), labelled),
+        ),
         tasks.c.split.in_([split.value for split in splits]),
     ]
     if target is not None:
@@ -409,13 +418,14 @@ def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
     """The tasks with these ids, in the order of the ids; one that is gone is left out."""
     deciding = _newest(_other.c.outcome == _said(_other.c.outcome), _other.c.outcome != Outcome.UNDECIDED.value)
     of_verdict = (verdicts.c[name] for name in ("outcome", "score", "results", "rubric_hash"))
-    columns = tasks.c.id, tasks.c.payload, tasks.c.state, *of_verdict
+    columns = tasks.c.id, tasks.c.payload, tasks.c.state, majority().label("votes"), *of_verdict
     query = select(*columns).select_from(tasks).outerjoin(verdicts, verdicts.c.id == deciding)
     found = {
         row.id: ExportedTask(
             row.id,
             dict(row.payload),
             TaskState(row.state),
+            row.votes > 0 if row.votes else None,
             None if row.outcome is None else Outcome(row.outcome),
             row.score,
             row.results or [],

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flywheel.config import Config
 from flywheel.config.training import RaySettings
 from flywheel.errors import FlywheelError, ProcessLostError, TrainError
+from flywheel.secrets import URL_USERS
 from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.system import log as logs
 from flywheel.system.process_folder import ProcessFolder
@@ -113,7 +114,7 @@ ENVIRONMENT = {
 
 CARRIED = frozenset(
     {
-        *("OPENAI_BASE_URL", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+        *(URL_USERS, "OPENAI_BASE_URL", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
         *(f"{name}_proxy" for name in ("http", "https", "no", "all")),
         *(f"{name}_PROXY" for name in ("HTTP", "HTTPS", "NO", "ALL")),
     }

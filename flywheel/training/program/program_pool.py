@@ -31,7 +31,7 @@ from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.rubric import Criterion
 from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.records.verdict import Exchange
-from flywheel.secrets import environment_without_secrets, redact_secrets
+from flywheel.secrets import environment_without_secrets, redact_secrets, whole_url
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
 from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
@@ -311,7 +311,7 @@ def program_of(config: Config) -> AgentProgram | None:
         seconds=rollout.agent_timeout_seconds,
         memory_bytes=round(rollout.agent_memory_gb * 1e9),
         auxiliary_models={
-            name: ModelEndpoint(model.base_url, model.model, **_key(name, model.api_key_env))
+            name: ModelEndpoint(whole_url(model.base_url), model.model, **_key(name, model.api_key_env))
             for name, model in rollout.auxiliary_models.items()
         },
         environment={name: _variable(name) for name in rollout.agent_environment},
@@ -326,7 +326,9 @@ def program_of(config: Config) -> AgentProgram | None:
 def _judge(settings: JudgeSettings) -> ModelEndpoint:
     """Without its key, calls of it fail; not all judges make any."""
     judge = endpoints_of(settings)[0]
-    return ModelEndpoint(judge.base_url, judge.model, os.environ.get(judge.api_key_env, "").strip() or "unused")
+    return ModelEndpoint(
+        whole_url(judge.base_url), judge.model, os.environ.get(judge.api_key_env, "").strip() or "unused"
+    )
 
 
 def _key(name: str, variable: str | None) -> dict[str, str]:

@@ -22,7 +22,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage, notices, rounds
 from flywheel.store.kernel import schema
 from tests.daemon.rounds.workers import REFUSES, works
-from tests.factories.config import with_settings
+from tests.factories.config import JUDGE, with_settings
 from tests.factories.metrics import by, parsed
 from tests.factories.verdict import put_more_tasks
 from tests.factories.wheel import Wheel
@@ -47,7 +47,7 @@ def line(tokens: int) -> str:
 
 
 def with_judge(wheel: Wheel, **settings: Any) -> Config:
-    return wheel.config.model_copy(update={"judge": Config.model_validate({"judge": settings}).judge})
+    return wheel.config.model_copy(update={"judge": Config.model_validate({"judge": {**JUDGE, **settings}}).judge})
 
 
 async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(wheel: Wheel) -> None:

@@ -14,6 +14,7 @@ import ray
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
+from flywheel.secrets import URL_USERS
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.ray_cluster import RoundActor
@@ -101,6 +102,7 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
     for name in names:
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("MY_DIARY", "private")
+    monkeypatch.setenv(URL_USERS, "{}")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
     with connected(address, judge=judge) as config:
         placement = place_on_gpus(8, ray_cluster.gpus(), trainers=1)
@@ -110,8 +112,8 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
             for gpu_share in (*placement.trainers, *placement.engines)
         ]
         ray_cluster.gather(members[:1], members[1:], config, str(POLICY))
-        assert ray_cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
-            [*(f"value of {name}" for name in names), None]
+        assert ray_cluster.wait([each.knows.remote(*names, URL_USERS, "MY_DIARY") for each in members]) == [
+            [*(f"value of {name}" for name in names), "{}", None]
         ] * len(members)
         assert "value of" not in ray_cluster.wait([members[0].told_by_ray.remote()])[0], "a dashboard shows that"
         # Whole GPUs first: all eight of both nodes are used, one of them by two.
