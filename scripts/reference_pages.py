@@ -50,7 +50,8 @@ and what to do. A user's mistake never causes a traceback.
 
 `-c FILE` and `--set KEY=VALUE` may stand before or after a command. `run`, `round`, `ingest` and `filter` need a
 configuration, or `sources` by `--set` or the databases of `--source` (`filter --tasks` reads no source);
-`status`, `tasks`, `audit`, `prune`, `backup`, `evaluate`, `retrieval` and `serve` need that or a state that exists.
+`status`, `tasks`, `audit`, `prune` and `backup` need that or a state that exists, `evaluate`, `retrieval` and `serve`
+one of these or any setting.
 The other commands also work on the defaults, on which only `restore`, `demo` and `train` create a state or files of
 it. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model. `judge` is another name of `filter` and
 `explain` of `why`.

@@ -248,8 +248,10 @@ def find_config(path: Path | None) -> Path | None:
 
 NEEDS_SOURCES: Final = frozenset({"run", "round", "ingest", "filter"})
 """Commands that need a configuration, or sources that their options name: the defaults could be another program's."""
-NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup", "evaluate", "retrieval", "serve"})
-"""Commands that need one of these or a state that exists. The others also work on the defaults."""
+NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup"})
+"""Commands that need one of these or a state that exists."""
+NEEDS_SETTINGS: Final = frozenset({"evaluate", "retrieval", "serve"})
+"""Commands that need one of these, a state or any setting. The others also work on the defaults."""
 
 
 def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources: bool = False) -> Config:
@@ -267,14 +269,15 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
         return config
     if command in NEEDS_SOURCES:
         _require_sources(config, f"run `flywheel {command}`", "it would say what to read")
-    if command in NEEDS_STATE and (missing := missing_state(config)):
+    if command in NEEDS_STATE | NEEDS_SETTINGS and (missing := missing_state(config)):
         _require_sources(config, f"run `flywheel {command}`", missing)
     return config
 
 
 def _require_sources(config: Config, attempted: str, why: str) -> None:
     """Raises ConfigError if nobody said what to read, in a file or by options."""
-    if config.file is None and "sources" not in config.model_fields_set:
+    is_set = bool(given_settings()) and _command.get() not in NEEDS_SOURCES | NEEDS_STATE
+    if config.file is None and "sources" not in config.model_fields_set and not is_set:
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, f"there is no configuration: {why}", hint)
 

@@ -87,14 +87,20 @@ def test_the_page_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkey
 NOTHING_TO_READ = [
     ["run"], ["run", "--once"], ["round"], ["round", "--debug"], ["filter"], ["filter", "--dry-run"],
     ["filter", "--estimate"], ["judge"], ["ingest"], ["status"], ["status", "--json"], ["tasks"],
-    ["tasks", "release", "--all"], ["audit"], ["audit", "--deep"], ["prune"], ["backup", "kept"], ["serve"],
-    ["evaluate", "--model", "m", "--benchmark", "held-out"], ["retrieval", "evaluate"],
+    ["tasks", "release", "--all"], ["audit"], ["audit", "--deep"], ["prune"], ["backup", "kept"],
 ]  # fmt: skip
 """Commands that need a configuration, or a state."""
+NOTHING_TO_ASK = [["serve"], ["evaluate", "--model", "m", "--benchmark", "held-out"], ["retrieval", "evaluate"]]
+"""Commands for which any setting is a configuration."""
 
 
-@pytest.mark.parametrize("command", NOTHING_TO_READ)
-@pytest.mark.parametrize("given", [(), ("--set", "judge.model=m")])
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        *((command, given) for command in NOTHING_TO_READ for given in [(), ("--set", "judge.model=m")]),
+        *((command, ()) for command in NOTHING_TO_ASK),
+    ],
+)
 def test_without_a_configuration_it_says_what_it_lacks_and_makes_nothing(
     flywheel: Run, home: Path, command: list[str], given: tuple[str, ...]
 ) -> None:
