@@ -318,10 +318,7 @@ async def test_a_long_round_beats_at_each_look(
     assert await following is None
 
 
-async def test_an_ingestion_beats_with_each_batch(
-    store: Store, tmp_path: Path, heart: CountingHeart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flywheel.sources.jsonl.reader.BATCH_LINES", 10, raising=False)
+async def test_an_ingestion_beats_with_each_batch(store: Store, tmp_path: Path, heart: CountingHeart) -> None:
     lines = ({"question": f"{n}+1?", "answer": str(n + 1), "x": "y" * 1000} for n in range(5_000))
     settings = configuration(tmp_path, [write_lines(tmp_path / "lines.jsonl", *lines)])
     ingestion = Ingestion(store, settings)
