@@ -20,6 +20,7 @@ The test is the daemon's.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import random
@@ -31,7 +32,7 @@ from typing import Any, Final
 
 from benchmarks import measurement
 from flywheel.config.deploy import WatchSettings
-from flywheel.training.gate.sequential_test import SequentialTest, WatchTest, detectable_loss
+from flywheel.training.gate.sequential_test import WatchTest, detectable_loss
 
 LOSS: Final = 0.1
 DRIFT: Final = 0.3
@@ -40,6 +41,8 @@ LATE: Final = 200.0
 MISSING: Final = 0.2
 RATES: Final = (0.5, 0.65, 0.8, 0.95)
 ENDLESS: Final = 6000
+ALONE: Final = 20.0
+"""The limit of a single test."""
 
 
 @dataclass(frozen=True)
@@ -85,25 +88,23 @@ def outcomes(
     yield from ((is_new, success) for _, is_new, success in known)
 
 
-def units_to_rollback(
-    scene: Scene, share: float, loss: float, count: int, seed: int, absence: float = 0.0
-) -> tuple[int, int] | None:
+def units_to_rollback(scene: Scene, share: float, loss: float, count: int, seed: int) -> tuple[int, int] | None:
     """After how many units the new version is rolled back, and how many of them are its own; None if it is not."""
     test = WatchTest(share)
-    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed), absence):
+    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed)):
         test.add(is_new=is_new, success=success)
         if test.shows_harm:
             return sum(test.presence.units), test.presence.units[1]
     return None
 
 
-def is_found_alone(scene: Scene, share: float, loss: float, count: int, seed: int) -> bool:
-    """Whether the test on outcomes rolls back, if all false alarms, one in twenty, were its own."""
-    test = SequentialTest(share, 20.0)
-    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed)):
-        if success is not None:
-            test.add(is_new=is_new, success=success)
-    return test.shows_harm
+def found(scene: Scene, share: float, loss: float, count: int, seed: int, absence: float) -> tuple[bool, bool]:
+    """Whether the new version is rolled back, and whether it would be if all false alarms, one in twenty, were those
+    of the test on outcomes."""
+    test = WatchTest(share)
+    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed), absence):
+        test.add(is_new=is_new, success=success)
+    return test.shows_harm, test.quality.log_most >= math.log(ALONE)
 
 
 def main() -> None:
@@ -113,44 +114,40 @@ def main() -> None:
     scenes = [Scene(0.8)] if options.quick else SCENES
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
 
-        def stopped(
-            scene: Scene, share: float, loss: float, count: int, absence: float = 0.0
-        ) -> list[tuple[int, int]]:
-            watch = partial(units_to_rollback, scene, share, loss, count, absence=absence)
+        def stopped(share: float) -> list[tuple[int, int]]:
+            watch = partial(units_to_rollback, Scene(0.8), share, LOSS, ENDLESS)
             return [each for each in pool.map(watch, seeds, chunksize=25) if each is not None]
 
-        def frequency(
+        def frequencies(
             scene: Scene, loss: float, count: int, share: float = settings.new_share, absence: float = 0.0
-        ) -> float:
-            return round(len(stopped(scene, share, loss, count, absence)) / len(seeds), 3)
+        ) -> tuple[float, float]:
+            watch = partial(found, scene, share, loss, count, absence=absence)
+            both, alone = zip(*pool.map(watch, seeds, chunksize=25), strict=True)
+            return round(sum(both) / len(seeds), 3), round(sum(alone) / len(seeds), 3)
 
-        def alone(scene: Scene) -> float:
-            watch = partial(is_found_alone, scene, settings.new_share, LOSS, settings.until_units)
-            return round(sum(pool.map(watch, seeds, chunksize=25)) / len(seeds), 3)
-
-        by_scene = {
-            scene.name: {
-                "false_rollback": frequency(scene, 0.0, settings.until_units),
-                "power_10": frequency(scene, LOSS, settings.until_units),
-                "power_10_alone": alone(scene),
-                "absent_10": frequency(scene, 0.0, settings.until_units, absence=LOSS),
+        by_scene = {}
+        for scene in scenes:
+            power, alone = frequencies(scene, LOSS, settings.until_units)
+            by_scene[scene.name] = {
+                "false_rollback": frequencies(scene, 0.0, settings.until_units)[0],
+                "power_10": power,
+                "power_10_alone": alone,
+                "absent_10": frequencies(scene, 0.0, settings.until_units, absence=LOSS)[0],
             }
-            for scene in scenes
-        }
         delay: dict[str, dict[str, Any]] = {}
         for share in (0.9, 0.5, 0.1):
-            found = stopped(Scene(0.8), share, LOSS, ENDLESS)
+            ended = stopped(share)
             delay[f"{share:g}"] = {
-                "units": median(units for units, _ in found),
-                "of_the_worse": median(own for _, own in found),
-                "rolled_back": round(len(found) / len(seeds), 3),
-                "false_rollback": frequency(Scene(0.8), 0.0, ENDLESS, share),
+                "units": median(units for units, _ in ended),
+                "of_the_worse": median(own for _, own in ended),
+                "rolled_back": round(len(ended) / len(seeds), 3),
+                "false_rollback": frequencies(Scene(0.8), 0.0, ENDLESS, share)[0],
             }
         noticed = {}
         for units in (100, 300, 600, 1000):
             loss = detectable_loss(units, settings.new_share, 0.8)
             if loss is not None:
-                noticed[str(units)] = {"loss": round(loss, 3), "shown": frequency(Scene(0.8), loss, units)}
+                noticed[str(units)] = {"loss": round(loss, 3), "shown": frequencies(Scene(0.8), loss, units)[0]}
     result = {
         "watches": len(seeds),
         "false_rollback": max(each["false_rollback"] for each in by_scene.values()),
