@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
@@ -12,3 +13,6 @@ class PythonVersion(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Raises SystemExit."""
+        version = sys.version_info[:2]
+        if version < (3, 11):
+            sys.exit(f"Flywheel needs Python 3.11 or newer, and this is {version[0]}.{version[1]}.")

@@ -207,6 +207,8 @@ def from_documents(
     """
     from flywheel.cli import documents
 
+    if not directory.is_dir():
+        raise typer.BadParameter(f"there is no directory {directory}", param_hint="DIR")
     settings, quiet = load_config(config or context.obj[0]), as_json or context.obj[1]
     writing = documents.run(settings, directory, count, model, seed, dry_run=dry_run, quiet=quiet)
     report, error = run_async(writing)

@@ -167,7 +167,8 @@ def plan(
     which `place` puts into the round's directory. Raises TrainError when it cannot be."""
     _check(conn, config, "plan a round")
     takes, needed = config.takes, config.gate.min_tasks
-    if place is None and not samples.count_free(conn, takes.train):
+    # A live round, which may have them, is the first thing that `rounds.plan` says.
+    if place is None and rounds.live(conn) is None and not samples.count_free(conn, takes.train):
         raise TrainError("plan a round", *none_free(conn, config))
     if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
         why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
