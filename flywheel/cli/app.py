@@ -276,7 +276,7 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
 
 def _require_sources(config: Config, attempted: str, why: str) -> None:
     """Raises ConfigError if nobody said what to read, in a file or by options."""
-    is_set = bool(given_settings()) and _command.get() not in NEEDS_SOURCES | NEEDS_STATE
+    is_set = _command.get() in NEEDS_SETTINGS and given_settings()
     if config.file is None and "sources" not in config.model_fields_set and not is_set:
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, f"there is no configuration: {why}", hint)

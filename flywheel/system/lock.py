@@ -76,7 +76,9 @@ def instance_lock(state_dir: Path, name: str = INSTANCE_LOCK) -> Iterator[None]:
         try:
             yield
         finally:
-            del _held[path]
+            # A rollback of this process may have taken a lock over from a swap of it.
+            if _held.get(path) is file:
+                del _held[path]
             file.truncate(0)
 
 
