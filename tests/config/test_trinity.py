@@ -102,7 +102,7 @@ def test_each_key_without_effect_is_a_line_of_the_log(caplog: pytest.LogCaptureF
         "synchronizer.sync_interval: without effect: engines get the weights after each step",
         "synchronizer.sync_style: without effect: engines get the weights after each step",
         "explorer.rollout_model.dtype: without effect: other options of an engine are Flywheel's own",
-        "explorer.colour: without effect: Trinity's documentation does not have it",
+        "explorer.colour: without effect: no release of Trinity has it",
         "monitor.monitor_args.api_key: without effect: nothing is sent to a service",
     ]
 
