@@ -96,7 +96,8 @@ def test_a_round_goes_on_from_an_adapter_on_its_base_model(flywheel: Run, tmp_pa
     parent = adapter(tmp_path / "first", base_model_name_or_path="org/other")
     options = ("--steps", 5, "--num-samples", 4, "--beta", 0.1, "--batch-size", 2, "--learning-rate", 0.001)
     files = ("--data", data, "--output", "out", "--rubric", BOXED_RUBRIC)
-    ran = flywheel("train", "grpo", "--sft-model", "first", *files, *options)
+    judge = ("--set", "judge.base_url=http://127.0.0.1:9/v1", "--set", "judge.model=m")
+    ran = flywheel("train", "grpo", "--sft-model", "first", *files, *options, *judge)
     assert ran.code == 0, ran.err
     made = spec(tmp_path)
     training = made["settings"]["training"]
