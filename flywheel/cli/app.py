@@ -362,7 +362,7 @@ def require_outside_state(config: Config, *files: Path | None) -> None:
     """Raises ExportError for a file in the directory of the state: an erasure would not know what is in it."""
     state = os.path.realpath(config.state_dir)
     for path in files:
-        if path is not None and Path(os.path.realpath(path)).is_relative_to(state):
+        if path is not None and Path(os.path.realpath(absolute(path))).is_relative_to(state):
             why = f"it is in the state directory {short_path(config.state_dir)}"
             raise ExportError(f"write {path}", why, "Name a file elsewhere: `flywheel forget` erases no exports.")
 
