@@ -325,14 +325,15 @@ def _named(entry: RoundStatus) -> str:
     return f"{entry.round} ({entry.target})" if entry.target else entry.round
 
 
-def _sample_count(own: TargetStatus) -> str:
-    text = f"{own.free_samples} free of {own.min_samples} needed, {own.held_out} held out for the gate"
+def _sample_count(own: TargetStatus, purpose: str = " for the gate") -> str:
+    text = f"{own.free_samples} free of {own.min_samples} needed, {own.held_out} held out{purpose}"
     conversations = quantity(own.gate.conversations, "conversation")
     return f"{text} ({conversations}, {own.gate.missing} more needed)" if own.gate.missing else text
 
 
 def _sample_counts(status: Status) -> list[str]:
-    return [_of(name, _sample_count(own)) for name, own in status.targets.items()]
+    """The same in one line each."""
+    return [_of(name, _sample_count(own, "")) for name, own in status.targets.items()]
 
 
 def _samples(status: Status) -> list[str]:
