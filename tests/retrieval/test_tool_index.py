@@ -146,7 +146,7 @@ def test_the_record_of_a_directory_says_the_method(tmp_path: Path) -> None:
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ConfigError, match=r"bm25s is not installed.*agentscope-flywheel\[retrieval\]"):
+    with pytest.raises(ConfigError, match=r"bm25s is not installed.*pip install .*\[retrieval\]"):
         flywheel.ToolIndex(None, TOOLS)
     with pytest.raises(ConfigError, match=r"bm25s.* not installed"):
         train_encoder(Calls(), "base", tmp_path / "out", EncoderOptions(), 4)
