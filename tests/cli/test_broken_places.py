@@ -58,7 +58,6 @@ COMMANDS: dict[str, list[str]] = {
     "round": ["", "--debug", "--adapter {folder} --trained-on {file}"],
     "rubric calibrate": ["{file} --labels {file}"],
     "rubric check": ["{file}"],
-    "rubric schema": [""],
     "rubric suggest": ["", "--out {file}"],
     "run": ["--once"],
     "serve": [""],
@@ -132,7 +131,7 @@ def check_all(flywheel: Run, config: Path, file: Path, folder: Path) -> None:
     for name, each in COMMANDS.items():
         for arguments in each:
             given = [part.format(file=file, folder=folder, home=config.parent) for part in arguments.split()]
-            takes_config = name not in ("demo", "docs", "init", "config schema", "rubric check", "rubric schema")
+            takes_config = name not in ("demo", "docs", "init", "config schema", "rubric check")
             command = [*name.split(), *given, *(["-c", str(config)] if takes_config else [])]
             try:
                 ran = flywheel(*command)
