@@ -352,9 +352,7 @@ def test_functions_that_no_other_process_can_load() -> None:
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_round, "PACKAGES", ("numpy", "no_such_package"))
-    with pytest.raises(
-        TrainError, match=r"no_such_package is not installed for .*pip install .*\[gpu\]"
-    ):
+    with pytest.raises(TrainError, match=r"no_such_package is not installed for .*pip install .*\[gpu\]"):
         flywheel.tune(run)
 
 

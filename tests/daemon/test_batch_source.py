@@ -10,6 +10,7 @@ from flywheel.config import Config, parse
 from flywheel.store.kernel.database import Reader
 from flywheel.store.ledger import counts_by_source
 from tests.factories.batches import failed, request, response
+from tests.factories.config import JUDGE
 from tests.factories.state import running_daemon
 from tests.factories.trace import write_lines
 from tests.waiting import until
@@ -35,7 +36,7 @@ async def test_a_daemon_joins_what_comes_while_it_runs_and_after_a_restart(tmp_p
     # Only events of the file system make a pass.
     sections = {"ingest": {"poll_seconds": 3600, "settle_seconds": 3600}, "serving": {"call_log": False}}
     source = {"type": "jsonl", "path": str(folder)}
-    config = parse({"sources": [source], "state": {"dir": "state"}, **sections}, "test", tmp_path)
+    config = parse({"sources": [source], "state": {"dir": "state"}, "judge": JUDGE, **sections}, "test", tmp_path)
     async with running_daemon(config):
         write_lines(folder / "out-1.jsonl", response(1))
         await reached(config, (0, 1, 0))

@@ -127,26 +127,27 @@ async def test_half_of_the_files_that_may_be_open_are_a_reserve(
                 found.append(each.readlink().name)
         return sorted(name for name in found if name.endswith(".jsonl") and name != "tasks.jsonl")
 
-    for number in range(90):
-        (folder / f"{number:02}.jsonl").write_bytes(line(number))
+    for number in range(310):
+        (folder / f"{number:03}.jsonl").write_bytes(line(number))
     settings = config(tmp_path, folder)
     store = await Store.open(settings.state_dir)
+    # So many that half of them is more than what the tests before this one have open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
     try:
         ingestion = Ingestion(store, settings)
         for _ in range(2):
-            assert [report.error for report in await ingestion.run()] == [None] * 90
-            assert len(opened()) == 80
+            assert [report.error for report in await ingestion.run()] == [None] * 310
+            assert len(opened()) == 300
         assert len([message for message in caplog.messages if "LimitNOFILE" in message]) == 1
         # What was read last stays open, and is read to its end when it is moved away.
         moved = folder / opened()[-1]
         with moved.open("ab") as file:
-            file.write(line(100))
+            file.write(line(400))
         moved.rename(moved.with_suffix(".old"))
-        moved.write_bytes(line(101))
+        moved.write_bytes(line(401))
         await ingestion.run()
-        assert {"What is 100 plus 1?", "What is 101 plus 1?"} <= {task["main_query"] for task in exported(tmp_path)}
+        assert {"What is 400 plus 1?", "What is 401 plus 1?"} <= {task["main_query"] for task in exported(tmp_path)}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await ingestion.close()
