@@ -108,9 +108,13 @@ def found(scene: Scene, share: float, loss: float, count: int, seed: int, absenc
 
 
 def main() -> None:
-    options = measurement.parser("watch", __doc__).parse_args()
+    parser = measurement.parser("watch", __doc__)
+    parser.add_argument(
+        "--watches", type=int, default=1000, metavar="N", help="simulated watches of each kind"
+    )
+    options = parser.parse_args()
     before = measurement.machine()
-    settings, seeds = WatchSettings(), range(10 if options.quick else 1000)
+    settings, seeds = WatchSettings(), range(10 if options.quick else options.watches)
     scenes = [Scene(0.8)] if options.quick else SCENES
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
 
