@@ -109,9 +109,7 @@ def found(scene: Scene, share: float, loss: float, count: int, seed: int, absenc
 
 def main() -> None:
     parser = measurement.parser("watch", __doc__)
-    parser.add_argument(
-        "--watches", type=int, default=1000, metavar="N", help="simulated watches of each kind"
-    )
+    parser.add_argument("--watches", type=int, default=1000, metavar="N", help="simulated watches of each kind")
     options = parser.parse_args()
     before = measurement.machine()
     settings, seeds = WatchSettings(), range(10 if options.quick else options.watches)
