@@ -90,8 +90,7 @@ async def _forget(
     from flywheel.daemon.erasure import Eraser, report_of, used_for
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import erasures
-    from flywheel.store.holder import holding
-    from flywheel.system.lock import instance_lock
+    from flywheel.store.holder import locked
 
     async with open_state(config) as store:
         ingestion = Ingestion(store, config)
@@ -117,9 +116,8 @@ async def _forget(
             until = time.monotonic() + WAIT_SECONDS
             while True:
                 try:
-                    with instance_lock(config.state_dir):
-                        async with holding(store, config.state_dir):
-                            await eraser.finish()
+                    async with locked(store, config.state_dir):
+                        await eraser.finish()
                 except LockedError:
                     pass
                 row = await store.read(erasures.with_id, number)

@@ -18,11 +18,11 @@ from flywheel.records.states import AdapterState
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures
 from flywheel.store.backup import CONFIGURATION, FOLDERS_NOTE, Backup, tell
+from flywheel.store.holder import locked
 from flywheel.store.kernel.database import STATE_FILE, Store, note, noted, read_once
 from flywheel.store.kernel.schema import adapters
 from flywheel.store.task_file import FileState, noted_state
 from flywheel.system.files import shipped_folder
-from flywheel.system.lock import instance_lock
 
 DATABASES: Final = ("otlp/*.sqlite", "calls/*.sqlite", "calls/*.db", "serving/calls-*.db")
 """Received spans and recorded calls, of which there is no other copy."""
@@ -52,16 +52,16 @@ async def back_up(config: Config, folder: Path) -> Backup:
 async def erase_again(config: Config, folder: Path) -> None:
     """Erase from a restored state what was erased since the backup in a folder. Raises FlywheelError. After a crash
     the daemon, or the next `flywheel forget`, goes on."""
-    with instance_lock(config.state_dir):
-        # The folder may have been another one when the backup was made.
-        await _note_folder(config.state_dir, folder)
-        store = await Store.open(config.state_dir)
-        ingestion = Ingestion(store, config)
-        try:
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    try:
+        async with locked(store, config.state_dir):
+            # The folder may have been another one when the backup was made.
+            await _note_folder(config.state_dir, folder)
             await Eraser(store, config, ingestion).finish()
-        finally:
-            await ingestion.close()
-            await store.close()
+    finally:
+        await ingestion.close()
+        await store.close()
 
 
 async def _note_folder(state: Path, folder: Path) -> None:

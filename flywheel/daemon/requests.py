@@ -11,9 +11,9 @@ from flywheel.config import Config
 from flywheel.errors import LockedError
 from flywheel.records.states import RequestState
 from flywheel.store import requests
+from flywheel.store.holder import locked
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import Request, RequestKind
-from flywheel.system.lock import instance_lock
 
 WAIT_SECONDS: Final = 6.0
 """How long a request waits for the process that holds the instance lock. A daemon looks once a second."""
@@ -31,7 +31,7 @@ async def perform(config: Config, kind: RequestKind, arguments: Mapping[str, Any
             if found.state is not RequestState.OPEN:
                 return found
             try:
-                with instance_lock(config.state_dir):
+                async with locked(store, config.state_dir):
                     await store.write(requests.carry_out)
             except LockedError:
                 if time.monotonic() >= until:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.store.kernel.database import Store, note, noted
-from flywheel.system.lock import INSTANCE_LOCK
+from flywheel.system.lock import INSTANCE_LOCK, instance_lock
 
 HOLDER_NOTE: Final = "holder"
 """Key of the note on the process that has the instance lock."""
@@ -29,6 +29,14 @@ async def holding(store: Store, state_dir: Path) -> AsyncIterator[None]:
         # Where it cannot be written, the next process finds that this one has ended.
         with contextlib.suppress(StoreError):
             await store.write(note, HOLDER_NOTE, "")
+
+
+@contextlib.asynccontextmanager
+async def locked(store: Store, state_dir: Path) -> AsyncIterator[None]:
+    """Take the instance lock of an open state, as its holder. Raises LockedError and StoreError."""
+    with instance_lock(state_dir):
+        async with holding(store, state_dir):
+            yield
 
 
 def _hold(conn: Connection, state_dir: Path) -> None:

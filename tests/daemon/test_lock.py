@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.daemon import requests
+from flywheel.daemon.requests import perform
 from flywheel.daemon.service import Service
 from flywheel.errors import LockedError
+from flywheel.records.states import RequestState
 from flywheel.store import holder as holders
-from flywheel.store.holder import HOLDER_NOTE, holding
+from flywheel.store.holder import HOLDER_NOTE, holding, locked
 from flywheel.store.kernel.database import Store, noted
+from flywheel.store.requests import RequestKind
 from flywheel.system.lock import holder, instance_lock, is_lost
 from tests.daemon.following import configuration
+from tests.factories.config import make_config
 from tests.factories.state import open_state
 from tests.waiting import until
 
@@ -113,6 +118,20 @@ async def test_a_daemon_without_its_lock_file_stops(tmp_path: Path, monkeypatch:
                 await running
 
 
+async def test_a_request_waits_for_the_holder_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the lock file was removed, too: that process carries it out."""
+    config = make_config(tmp_path)
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "600"]) as first, contextlib.ExitStack() as ending:
+        ending.callback(first.kill)
+        async with open_state(config.state_dir) as store:
+            with monkeypatch.context() as of_first:
+                of_first.setattr(holders.os, "getpid", lambda: first.pid)
+                await store.write(holders._hold, config.state_dir)
+        asked = await perform(config, RequestKind.RETRY, {"letters": []}, "me")
+        assert asked.state is RequestState.OPEN
+
+
 async def test_a_second_process_finds_the_first_where_the_lock_file_was_removed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +142,9 @@ async def test_a_second_process_finds_the_first_where_the_lock_file_was_removed(
             await store.write(holders._hold, tmp_path)
         with pytest.raises(LockedError, match=f"process {first.pid} works on it, although its file lock was removed"):
             async with holding(store, tmp_path):
+                pass
+        with pytest.raises(LockedError, match=f"process {first.pid} works on it"):
+            async with locked(store, tmp_path):
                 pass
         recorded = await store.read(noted, HOLDER_NOTE)
         # A copy of the state in another folder, another process with the same id, and one before the last boot.
