@@ -30,7 +30,7 @@ from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
-from flywheel.daemon.stage import Intervals, Stage, undisturbed
+from flywheel.daemon.stage import Intervals, Stage, waiting_for
 from flywheel.daemon.status import LANGFUSE, snapshot
 from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
 from flywheel.judge.usage import CallsInFlight
@@ -286,7 +286,7 @@ class Service:
             return ""
         ended = [f"ended: {task.get_name()}" for task in self._running if task.done()]
         every = (*self._stages, *self._notices, *self._sources.stages)
-        hanging = [f"hangs: {each.name}" for each in every if each.heart.overdue_seconds]
+        hanging = [f"hangs: {each.name}" for each in every if each.heartbeat.overdue_seconds]
         return f"{', '.join((*ended, *hanging))}; restart the daemon" if ended or hanging else ""
 
     def _unready(self) -> str:
@@ -380,7 +380,7 @@ class Service:
     async def _do_judge(self) -> Pass:
         # An erasure that has to be tried again waits for one batch.
         most = CLAIMED_PER_THREAD * self._filtering.judge.max_thread if await self._eraser.has_work() else None
-        async with undisturbed(self._judging):
+        async with waiting_for(self._judging):
             new, self._new_tasks = self._new_tasks, 0
             if self._clock_was_set:
                 await self._store.write(claims.bound_waits, self._config.judge.retry_undecided_seconds)
@@ -409,7 +409,7 @@ class Service:
             self._stop_judging.set()
         self._attempted = asked_for
         try:
-            async with undisturbed(self._judging):
+            async with waiting_for(self._judging):
                 is_purged = await self._eraser.finish(PURGE_SECONDS)
         finally:
             if not self._stopping.is_set():
@@ -456,7 +456,6 @@ class Service:
         while True:
             if ended is not None:
                 result = Pass.WORKED
-            if ended is not None:
                 self._finished_rounds += 1
                 if self._finished_rounds == self._max_rounds:
                     self.stop()

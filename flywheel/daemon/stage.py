@@ -21,7 +21,7 @@ from flywheel.store import stages
 from flywheel.store.kernel.database import Store
 from flywheel.store.stages import Pass
 from flywheel.system.clock import moved_seconds
-from flywheel.system.heartbeat import Heart, heart
+from flywheel.system.heartbeat import Heartbeat, current_heartbeat
 from flywheel.system.shortage import shortage_of
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Stage:
     ) -> None:
         self.name = name
         self.wake = asyncio.Event()
-        self.heart = Heart()
+        self.heartbeat = Heartbeat()
         self.error: FlywheelError | None = None
         """Why it fails, if it does."""
         self._action = action
@@ -77,7 +77,7 @@ class Stage:
 
     async def attempt(self) -> None:
         """Run the action once, and note and log what came of it."""
-        self.heart.begin()
+        self.heartbeat.begin()
         try:
             result = await self._action()
             await self._succeeded(result if isinstance(result, Pass) else Pass.WORKED)
@@ -90,7 +90,7 @@ class Stage:
             else:
                 log.exception("%s failed; this is a defect, please report it", self.name)
         finally:
-            self.heart.rest()
+            self.heartbeat.rest()
 
     async def _succeeded(self, result: Pass) -> None:
         if result is Pass.WAITING:
@@ -129,9 +129,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def undisturbed(lock: asyncio.Lock) -> AsyncIterator[None]:
+async def waiting_for(lock: asyncio.Lock) -> AsyncIterator[None]:
     """Hold a lock. The wait for another stage is no step of this one."""
-    own = heart()
+    own = current_heartbeat()
     own.rest()
     async with lock:
         own.begin()

@@ -1,4 +1,4 @@
-"""Signs of life: each smallest step of a stage's work beats, so that a stage that hangs is known.
+"""Heartbeats: each smallest step of a stage's work beats, so that a stage that hangs is known.
 
 Steps are attempts of a call, pages, transactions, files and polls of a process. A step does not know its stage: it
 beats for the one in whose context it runs. SQLite beats within a statement.
@@ -20,7 +20,7 @@ INSTRUCTIONS: Final = 1_000_000
 """Of SQLite's virtual machine between two beats: a few milliseconds."""
 
 
-class Heart:
+class Heartbeat:
     """The beats of one stage. `until` is when the present step should have ended, by the monotonic clock; infinite
     while nothing is in progress. Thread-safe."""
 
@@ -28,7 +28,7 @@ class Heart:
 
     def begin(self) -> None:
         """Begin a pass, in this context: what it calls beats for it."""
-        _heart.set(self)
+        _current.set(self)
         self.until = monotonic() + PATIENCE_SECONDS
 
     def rest(self) -> None:
@@ -46,18 +46,18 @@ class Heart:
         return max(0.0, monotonic() - self.until)
 
 
-_heart: ContextVar[Heart] = ContextVar("heart")
-_of_nobody: Final = Heart()
+_current: ContextVar[Heartbeat] = ContextVar("heartbeat")
+_of_nobody: Final = Heartbeat()
 
 
-def heart() -> Heart:
-    """The heart of the stage in whose context this is."""
-    return _heart.get(_of_nobody)
+def current_heartbeat() -> Heartbeat:
+    """That of the stage in whose context this is."""
+    return _current.get(_of_nobody)
 
 
 def beat(limit: float = 0.0) -> None:
     """The work goes on. The step that begins may take `limit` seconds by its own rules."""
-    heart().beat(limit)
+    current_heartbeat().beat(limit)
 
 
 def beat_within(connection: sqlite3.Connection) -> None:

@@ -35,7 +35,7 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.stages import Pass, StageRecord
 from flywheel.system import clock, heartbeat
-from flywheel.system.heartbeat import PATIENCE_SECONDS, Heart
+from flywheel.system.heartbeat import PATIENCE_SECONDS, Heartbeat
 from flywheel.system.purge import purge
 from tests.daemon.following import configuration
 from tests.factories.config import with_settings
@@ -59,7 +59,7 @@ class Clock:
         return self.now
 
 
-class CountingHeart(Heart):
+class CountingHeartbeat(Heartbeat):
     """Counts beats, by the limits of the steps."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class CountingHeart(Heart):
 
 
 @pytest.fixture
-def heart() -> CountingHeart:
-    return CountingHeart()
+def beats() -> CountingHeartbeat:
+    return CountingHeartbeat()
 
 
 def acting(*results: object) -> Callable[[], Awaitable[object]]:
@@ -143,7 +143,7 @@ async def test_after_a_failure_one_attempt_decides_when_its_time_has_come(monkey
 
     async def woken() -> None:
         stage.wake.set()
-        await until(lambda: not stage.wake.is_set() and stage.heart.overdue_seconds == 0, "the stage to be woken")
+        await until(lambda: not stage.wake.is_set() and stage.heartbeat.overdue_seconds == 0, "the stage to be woken")
         await asyncio.sleep(0)
 
     waits = []
@@ -247,13 +247,13 @@ async def test_a_stage_that_hangs_makes_the_daemon_unhealthy(tmp_path: Path, mon
         await health(client, 200, "ok\n")
         time.now += 1
         await health(client, 503, "hangs: memory; restart the daemon\n")
-        service._memory.heart.beat(3600)
+        service._memory.heartbeat.beat(3600)
         time.now += 3600 + PATIENCE_SECONDS
         await health(client, 200, "ok\n")  # what it waits for may take an hour
         time.now += 1
         await health(client, 503, "hangs: memory; restart the daemon\n")
         goes_on.set()
-        await until(lambda: service._memory.heart.overdue_seconds == 0, "the end of the pass")
+        await until(lambda: service._memory.heartbeat.overdue_seconds == 0, "the end of the pass")
         time.now += 1e6
         await health(client, 200, "ok\n")  # a stage that has nothing to do does not hang
 
@@ -285,23 +285,23 @@ async def test_a_judge_may_take_its_own_time_limit_and_its_stage_hangs_later(
             await health(client, 503, "hangs: judge; restart the daemon\n")
             judge.behave("500")
             judge.let_go()
-            await until(lambda: service._judge.heart.overdue_seconds == 0, "the answer")
+            await until(lambda: service._judge.heartbeat.overdue_seconds == 0, "the answer")
             time.now += 1e6
             await health(client, 200, "ok\n")  # a judge that is down is no hang
 
 
 async def test_each_attempt_of_a_call_beats_in_the_threads_that_judge(
-    store: Store, tmp_path: Path, heart: CountingHeart
+    store: Store, tmp_path: Path, beats: CountingHeartbeat
 ) -> None:
     await tell(store, 4)
     with JudgeServer(lambda *_: True, behaviour="500") as judge:
-        heart.begin()
+        beats.begin()
         await TaskJudging(store, config(tmp_path, judge, max_attempts=2, timeout_seconds=77)).run()
-        assert heart.limits.count(77.0) == judge.calls > 4
+        assert beats.limits.count(77.0) == judge.calls > 4
 
 
 async def test_a_long_round_beats_at_each_look(
-    store: Store, tmp_path: Path, heart: CountingHeart, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, beats: CountingHeartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.01)
     monkeypatch.setattr("flywheel.daemon.rounds.worker_process.POLL_SECONDS", 60)
@@ -310,15 +310,15 @@ async def test_a_long_round_beats_at_each_look(
         def poll(self) -> None: ...
 
     worker: Any = WorkerProcess(tmp_path, 0, Endless())  # type: ignore[arg-type]
-    heart.begin()
+    beats.begin()
     leaving = asyncio.Event()
     following = asyncio.create_task(WorkerWatch("r0001", worker).follow(1e9, leaving))
-    await until(lambda: len(heart.limits) > 10, "beats")
+    await until(lambda: len(beats.limits) > 10, "beats")
     leaving.set()
     assert await following is None
 
 
-async def test_an_ingestion_beats_with_each_batch(store: Store, tmp_path: Path, heart: CountingHeart) -> None:
+async def test_an_ingestion_beats_with_each_batch(store: Store, tmp_path: Path, beats: CountingHeartbeat) -> None:
     lines = ({"question": f"{n}+1?", "answer": str(n + 1), "x": "y" * 1000} for n in range(5_000))
     settings = configuration(tmp_path, [write_lines(tmp_path / "lines.jsonl", *lines)])
     ingestion = Ingestion(store, settings)
@@ -327,11 +327,11 @@ async def test_an_ingestion_beats_with_each_batch(store: Store, tmp_path: Path, 
     record = source._record
 
     async def counted(*values: Any) -> None:
-        batches.append(len(heart.limits))
+        batches.append(len(beats.limits))
         await record(*values)
 
     source._record = counted
-    heart.begin()
+    beats.begin()
     try:
         await source.read(final=True)
     finally:
@@ -341,7 +341,7 @@ async def test_an_ingestion_beats_with_each_batch(store: Store, tmp_path: Path, 
 
 
 def test_sqlite_beats_within_one_statement(
-    tmp_path: Path, heart: CountingHeart, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, beats: CountingHeartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "INSTRUCTIONS", 1_000)
     path = tmp_path / "large.sqlite"
@@ -350,22 +350,22 @@ def test_sqlite_beats_within_one_statement(
         connection.execute(
             "WITH n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000) INSERT INTO t SELECT i FROM n"
         )
-    heart.begin()
+    beats.begin()
     assert purge(path, 60.0, rewrite=True)
-    assert len(heart.limits) > 10
+    assert len(beats.limits) > 10
 
 
 async def test_the_state_beats_within_one_statement(
-    tmp_path: Path, heart: CountingHeart, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, beats: CountingHeartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "INSTRUCTIONS", 1_000)
     store = await Store.open(tmp_path)
     counting = "WITH n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000) SELECT count(*) FROM n"
-    heart.begin()
+    beats.begin()
     for run in (store.read, store.write):
-        before = len(heart.limits)
+        before = len(beats.limits)
         await run(lambda conn: conn.exec_driver_sql(counting).scalar_one())
-        assert len(heart.limits) - before > 10
+        assert len(beats.limits) - before > 10
     await store.close()
 
 
