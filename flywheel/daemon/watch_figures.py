@@ -16,14 +16,14 @@ from flywheel.training.gate.sequential_test import (
     QUALITY_LIMIT,
     WatchTest,
     detectable_loss,
-    uneven_p_value,
+    sample_ratio_p_value,
 )
 
 LARGE_UNIT: Final = 0.05
 """The share of the calls in one unit above which the units are unlikely to be conversations."""
 MANY_FALLBACKS: Final = 0.5
-UNEVEN: Final = 0.001
-"""The probability below which chance does not explain how the units fell on the versions."""
+MISMATCH: Final = 0.001
+"""The probability below which chance does not explain how the units fell on the versions (sample ratio mismatch)."""
 ANSWERED: Final = 0.8
 """The share of its units that each version must have answered itself."""
 MIN_ANSWERED: Final = 10
@@ -138,9 +138,9 @@ def figures_of(conn: Connection, watch: Row[Any]) -> WatchFigures:
 
 def _doubts(old: ArmFigures, new: ArmFigures, share: float) -> dict[str, str]:
     found = {}
-    p_value = uneven_p_value(old.units, new.units, share)
-    if p_value < UNEVEN:
-        found["uneven"] = (
+    p_value = sample_ratio_p_value(old.units, new.units, share)
+    if p_value < MISMATCH:
+        found["sample_ratio_mismatch"] = (
             f"{new.version} has {new.units} of {quantity(old.units + new.units, 'conversation')}, which chance does"
             f" not explain at a share of {percent(share)} (p = {p_value:.1g}): calls of one version may be lost"
         )

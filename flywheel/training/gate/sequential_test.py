@@ -85,9 +85,10 @@ class WatchTest:
         return self.quality.shows_harm or self.presence.shows_harm
 
 
-def uneven_p_value(old: int, new: int, share: float) -> float:
+def sample_ratio_p_value(old: int, new: int, share: float) -> float:
     """The probability that chance makes two arms with so many units at least as uneven, if each unit gets the new one
-    with the probability `share`: twice the smaller tail of the binomial distribution, at most 1."""
+    with the probability `share`: twice the smaller tail of the binomial distribution, at most 1. A small one is known
+    as a sample ratio mismatch."""
     units, few, chance = old + new, new, share
     if new > units * share:
         few, chance = old, 1 - share

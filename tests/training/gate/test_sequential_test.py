@@ -17,7 +17,7 @@ from flywheel.training.gate.sequential_test import (
     WatchTest,
     detectable_loss,
     information,
-    uneven_p_value,
+    sample_ratio_p_value,
 )
 
 OUTCOMES = st.lists(st.booleans(), max_size=60)
@@ -102,14 +102,14 @@ def test_the_chance_of_uneven_arms_is_that_of_the_binomial_distribution(old: int
     chances = [math.comb(units, k) * share**k * (1 - share) ** (units - k) for k in range(units + 1)]
     tails = math.fsum(chances[: new + 1]), math.fsum(chances[new:])
     tail = tails[1] if new > units * share else tails[0]
-    assert uneven_p_value(old, new, share) == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
+    assert sample_ratio_p_value(old, new, share) == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
 
 
 def test_what_chance_does_not_explain() -> None:
-    assert uneven_p_value(500, 500, 0.5) > 0.9
-    assert uneven_p_value(545, 455, 0.5) > 0.001 > uneven_p_value(555, 445, 0.5)
-    assert uneven_p_value(100_000, 0, 0.5) == 0.0
-    assert uneven_p_value(450_000, 50_000, 0.1) > 0.9
+    assert sample_ratio_p_value(500, 500, 0.5) > 0.9
+    assert sample_ratio_p_value(545, 455, 0.5) > 0.001 > sample_ratio_p_value(555, 445, 0.5)
+    assert sample_ratio_p_value(100_000, 0, 0.5) == 0.0
+    assert sample_ratio_p_value(450_000, 50_000, 0.1) > 0.9
 
 
 def test_a_comparison_of_before_and_after_would_not_do() -> None:
