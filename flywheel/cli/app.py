@@ -211,7 +211,7 @@ def _version(is_asked: bool) -> None:
 _given_first: ContextVar[Path | None] = ContextVar("_given_first", default=None)
 """The configuration that was named before the command."""
 _command: ContextVar[str] = ContextVar("_command")
-"""The command, as it was typed."""
+"""The command, by its own name."""
 
 
 @app.callback()
@@ -236,7 +236,8 @@ def _options(
         raise typer.BadParameter(f"{log_level!r} is none of {', '.join(levels)}", param_hint="--log-level")
     log.setup(log_level.upper(), as_json=log_format == "json")
     _given_first.set(config)
-    _command.set(context.invoked_subcommand or "")
+    typed = context.invoked_subcommand or ""
+    _command.set(ALIASES.get(typed, typed))
 
 
 def find_config(path: Path | None) -> Path | None:
@@ -264,7 +265,7 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
         return load(file, given)
-    config, command = defaults(given), ALIASES.get(_command.get(), _command.get())
+    config, command = defaults(given), _command.get()
     if names_sources:
         return config
     if command in NEEDS_SOURCES:

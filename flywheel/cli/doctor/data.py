@@ -145,7 +145,7 @@ def _subject(config: Config, source: Source) -> str:
 
 def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, str, str, dict[str, int]]:
     """The fields of its finding."""
-    path, figures = Path(subject), dict[str, int]()
+    path, figures, unread = Path(subject), dict[str, int](), ""
     match source:
         case OtlpSource():
             return *_receiver(config, source), subject, figures
@@ -161,8 +161,8 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                 f"task lines, {quantity(len(files), 'file')}, {byte_size(size)}",
                 {"files": len(files), "bytes": size},
             )
-            if unread := unread_in(path):
-                text += f"; {unread}"
+            unread = unread_in(path)
+            text = "; ".join(filter(None, (text, unread)))
         case _:
             with Database(path) as database:
                 database.identity()
@@ -177,13 +177,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
         return Result.WARNING, f"{text}; on {kind}", remedy, subject, figures
     if not figures.get("spans", figures.get("files")):
         remedy = "Let an agent write its traces or task lines there, or correct the path."
-        return (
-            Result.WARNING,
-            text if "not read" in text else f"{text}: nothing is in it yet",
-            remedy,
-            subject,
-            figures,
-        )
+        return Result.WARNING, text if unread else f"{text}: nothing is in it yet", remedy, subject, figures
     return Result.OK, text, "", subject, figures
 
 
