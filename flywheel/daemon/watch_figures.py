@@ -73,11 +73,7 @@ class WatchFigures(Struct, frozen=True):
     @property
     def summary(self) -> str:
         """The figures in one line."""
-        parts = [
-            f"{arm.version} {_rate(arm.rate)} of {quantity(arm.outcomes, 'conversation')}"
-            f"{f' ({arm.missing} missing)' if arm.missing else ''}"
-            for arm in (self.new, self.old)
-        ]
+        parts = [f"{_counts(arm)}{f' ({about})' if (about := _besides(arm)) else ''}" for arm in (self.new, self.old)]
         return f"{' against '.join(parts)}; e-value {figure_text(self.e_value)} of {QUALITY_LIMIT:g}"
 
     @property
@@ -92,8 +88,16 @@ def figure_text(value: float) -> str:
     return f"{value:,.0f}" if 10 <= value < 1e6 else f"{value:.2g}"
 
 
-def _rate(rate: float | None) -> str:
-    return percent(rate) if rate is not None else "–"
+def _counts(arm: ArmFigures) -> str:
+    rate = percent(arm.rate) if arm.rate is not None else "–"
+    return f"{arm.version} {rate} of {quantity(arm.outcomes, 'conversation')}"
+
+
+def _besides(arm: ArmFigures) -> str:
+    """What else there is to say of the outcomes of a version; usually nothing."""
+    missing = f"{arm.missing} missing" if arm.missing else ""
+    answered = f"{percent(arm.answered)} answered by itself" if arm.answered not in (None, 1.0) else ""
+    return ", ".join(filter(None, (missing, answered)))
 
 
 def figures_of(conn: Connection, watch: Row[Any]) -> WatchFigures:

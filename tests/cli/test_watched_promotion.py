@@ -31,8 +31,9 @@ def put_watch(conn: Connection, directory: Path) -> None:
     watch = watches.follow(conn, "agent")
     assert watch is not None
     arms = ["old"] * 11 + ["new"] * 10 + [""]
+    versions = {"old": "agent@r0001", "new": "agent@r0002", "": "agent@r0002"}
     calls = [
-        UnitCall(n, f"call-{n}", f"{n:016x}", arm, "conversation", "agent@r0002", n, n) for n, arm in enumerate(arms)
+        UnitCall(n, f"call-{n}", f"{n:016x}", arm, "conversation", versions[arm], n, n) for n, arm in enumerate(arms)
     ]
     found = [GOOD] * 9 + [BAD] + [None] + [GOOD] * 6 + [BAD] * 2 + [LOST] * 2 + [None]
     outcomes = {call.unit: each for call, each in zip(calls, found, strict=True) if each is not None}

@@ -183,6 +183,9 @@ async def test_the_loss_that_would_be_noticed_is_of_what_the_new_version_answere
     await watched.watch(until_units=10_000).look()
     figures = await watched.store.read(figures_of, await watched.row())
     assert figures.new.answered == pytest.approx(100 / 120, abs=1e-4)
+    assert (
+        "r0002 83 % of 120 conversations (83 % answered by itself) against r0001 86 % of 140 conv" in figures.summary
+    )
     expected = detectable_loss(260, 120 / 260, 220 / 260)
     assert expected is not None and figures.detectable_loss is not None
     assert figures.detectable_loss == pytest.approx(expected * 1.2, rel=1e-4)
