@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from flywheel.records.request_id import BASE_BY_ID
 from flywheel.records.states import Split
 
 HIDDEN_MESSAGE: Final = "the model was sent a message that the trace does not show"
@@ -212,7 +213,11 @@ class TrainedModels(Struct, frozen=True):
         """Whether a reply requested from `model` and given by `adapter` is one of the alias, a version or the
         base."""
         versions = tuple(f"{alias}@" for alias in self.aliases)
-        return model in ("", self.base, *self.aliases) or adapter.startswith(versions) or model.startswith(versions)
+        return (
+            model in ("", BASE_BY_ID, self.base, *self.aliases)
+            or adapter.startswith(versions)
+            or model.startswith(versions)
+        )
 
     def trains(self, model: str, adapter: str) -> bool:
         """Whether such a reply is trained on."""

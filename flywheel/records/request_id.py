@@ -13,6 +13,8 @@ from urllib.parse import quote, unquote
 
 BASE_VERSION: Final = "base"
 """The version for the base model, whose name can be a path that responses must not show. No adapter is named so."""
+BASE_BY_ID: Final = "@base"
+"""The model of a reply whose id says that the base model gave it, whatever name the request used."""
 UNRECORDED: Final = "unrecorded"
 """In the place of a version: nothing says which model gave a reply."""
 

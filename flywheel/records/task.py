@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
+from flywheel.records.request_id import BASE_BY_ID
 from flywheel.records.selection import TaskClass
 from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason, Split
@@ -354,7 +355,8 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     skip = reply.skip
     reason = line["metadata"]["prompt_reason"]
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
-    model = "" if reply.adapter_source == "id" else storable(reply.model)
+    by_id = "" if reply.adapter else BASE_BY_ID
+    model = by_id if reply.adapter_source == "id" else storable(reply.model)
     excluded = {exclusion.OF_REASON.get(one, Exclusion.INEXACT) for one in reason.split("; ") if one}
     if (of_tools := exclusion_of_tools(reply.tools, reply.trajectory)) is not None:
         excluded.add(of_tools)

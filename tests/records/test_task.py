@@ -198,7 +198,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         bands=bands,
         linked=not told.history and not told.model,
         excluded=plain_excluded(told),
-        model="" if told.adapter_source == "id" else plain_text(told.model),
+        model=("" if told.adapter else "@base") if told.adapter_source == "id" else plain_text(told.model),
         follows=not plain_reason(told) and any(one.get("role") == "assistant" for one in told.history),
         skip=told.skip,
         detail=plain_text(told.skip_detail),

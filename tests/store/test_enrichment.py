@@ -15,7 +15,7 @@ from flywheel.records.trace import Reply
 from flywheel.store import deployments, ledger
 from flywheel.store.kernel import schema, transitions
 from flywheel.store.kernel.database import Store
-from flywheel.store.views import acceptance
+from flywheel.store.views import acceptance, task_list
 from tests.factories.trace import START, batch, reply
 
 ALIAS = TrainedModels("my-agent", "/models/base")
@@ -206,8 +206,12 @@ async def test_other_models_are_no_part_of_acceptance_by_adapter(store: Store) -
         reply(4, model="my-agent", adapter="my-agent@r0001", adapter_source="id"),
         reply(5, model="gpt-4o"),
         reply(6, model=""),
+        # The base model answered, whatever the request called it.
+        reply(7, model="any-name", adapter="", adapter_source="id"),
     ]
     await store.write(put, *told)
     found, others = await store.read(acceptance.by_adapter, ALIAS)
-    assert {entry.adapter: entry.other for entry in found} == {"": 1, "my-agent@r0001": 1, "unrecorded": 1}
+    assert {entry.adapter: entry.other for entry in found} == {"": 2, "my-agent@r0001": 1, "unrecorded": 1}
     assert others == {"helper-model": 2, "gpt-4o": 1}
+    named = await store.read(lambda conn: [*conn.execute(select(task_list.ADAPTER, task_list.MODEL))])
+    assert ("base", "base") in [tuple(row) for row in named]

@@ -178,10 +178,11 @@ tasks = Table(
 )
 """Each task once. `key` is a hash of trace and span, `payload` the line of the task file; `split` never changes.
 `excluded` says why rounds leave it out, see `flywheel.records.exclusion`; empty if they do not. `model` is the
-requested model, empty if it is unknown or the response's id names the version. `target` is the target whose samples
-it can be (`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`).
-`beginning` is a hash of the beginning of its conversation,
-for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
+requested model, empty if it is unknown; if the response's id names the version, it is empty for an adapter, and
+`flywheel.records.request_id.BASE_BY_ID` for the base model. `target` is the target whose samples it can be
+(`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`). `beginning` is a
+hash of the beginning of its conversation, for held-out tasks only. `crashes` is how often in a row a process ended
+while the task was in work."""
 
 reply_calls = Table(
     "reply_calls",

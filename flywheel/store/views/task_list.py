@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Self
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, exists, func, or_, select, true, tuple_
 
 from flywheel.records.ground_truth import raw_ground_truth
-from flywheel.records.request_id import BASE_VERSION, UNRECORDED
+from flywheel.records.request_id import BASE_BY_ID, BASE_VERSION, UNRECORDED
 from flywheel.records.states import Split, TaskState
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Outcome
@@ -67,7 +67,8 @@ RUBRIC: Final = case(
 """The hash of the rubric that decided a task; NULL if it is not decided, or a filter or a person decided it."""
 ADAPTER: Final = case((tasks.c.adapter != "", tasks.c.adapter), (tasks.c.model == "", UNRECORDED), else_=BASE_VERSION)
 """The adapter that gave a reply, or what stands for it."""
-AGENT, MODEL = (case((column == "", UNRECORDED), else_=column) for column in (tasks.c.agent, tasks.c.model))
+AGENT = case((tasks.c.agent == "", UNRECORDED), else_=tasks.c.agent)
+MODEL = case((tasks.c.model == "", UNRECORDED), (tasks.c.model == BASE_BY_ID, BASE_VERSION), else_=tasks.c.model)
 JUDGE: Final = func.coalesce(
     select(judge_models.c.model).where(judge_models.c.hash == verdicts.c.judge_hash).scalar_subquery(),
     verdicts.c.judge_hash,
