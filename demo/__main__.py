@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from demo import panel
+from demo import panel, recording
 from demo.command import play
 from demo.studio import StudioDatabase
 from demo.traffic import Traffic
@@ -24,7 +24,13 @@ SCENE: Final = Scene("demo.yaml", users)
 
 
 def main() -> int:
-    return play("python -m demo", "Turn the wheel on a tiny policy.", SCENE, lambda status, _: panel.table(status))
+    return play(
+        "python -m demo",
+        "Turn the wheel on a tiny policy.",
+        SCENE,
+        lambda status, _: panel.table(status),
+        recorder=recording.write,
+    )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from tests import base_dependencies
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "hatch_build.py"
+MOST_WHEEL_BYTES = 2_350_000
+"""Half a megabyte above the wheel without the recorded round of `flywheel demo`."""
 HEAVY = ("sentence_transformers", "torch", "transformers", "trl", "peft", "vllm", "ray")
 
 
@@ -90,9 +92,10 @@ def test_the_wheel_has_every_data_file_of_the_package(built: tuple[Path, Path]) 
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     kinds = {Path(name).suffix for name in data}
-    assert {".html", ".css", ".js", ".svg", ".LICENSE", ".xz", ".yaml", ".json"} <= kinds
+    assert {".html", ".css", ".js", ".svg", ".LICENSE", ".xz", ".json"} <= kinds
     with zipfile.ZipFile(built[0]) as archive:
         assert data <= set(archive.namelist())
+    assert built[0].stat().st_size <= MOST_WHEEL_BYTES
 
 
 @pytest.mark.extended
@@ -154,7 +157,7 @@ def test_the_base_install_shows_the_demo(installed: Path, tmp_path: Path) -> Non
     missing = f"from importlib.util import find_spec; print([name for name in {HEAVY!r} if find_spec(name)])"
     assert run("python", "-c", missing) == "[]\n"
     shown = run("flywheel", "demo", "--no-browser")
-    assert "accepted" in shown and "100 replies" in shown
+    assert "accepted" in shown and "demo-agent@r0001" in shown
     assert "flywheel demo" in run("flywheel", "docs", "cli")
 
 

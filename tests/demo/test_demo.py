@@ -14,6 +14,7 @@ import yaml
 
 from demo import panel
 from demo.__main__ import SCENE
+from flywheel.cli.demo import recorded_round
 from flywheel.config import load, parse
 from tests.factories.demo_run import ROOT, belongings, end, start
 from tests.waiting import wait_for
@@ -94,13 +95,14 @@ def test_a_part_that_dies_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
-    process = start(tmp_path, "--rounds", "1", "--minutes", "15")
+    runs, recording = tmp_path / "runs", tmp_path / "recorded.tar.xz"
+    process = start(runs, "--record", str(recording), "--minutes", "15")
     try:
         said, _ = process.communicate(timeout=1100)
-        logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*/run.log"))
+        logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in runs.glob("*/run.log"))
         assert process.returncode == 0, f"{said}\n{logs}"
-        assert belongings(tmp_path) == []
-        [folder] = tmp_path.iterdir()
+        assert belongings(runs) == []
+        [folder] = runs.iterdir()
         status = json.loads((folder / "status.json").read_text())
         assert status["balanced"] is True
         assert status["promoted"] == 1
@@ -112,8 +114,11 @@ def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
         assert base.held_out is not None and first.held_out is not None
         assert first.held_out > base.held_out
         assert first.version in said and "held-out score" in said
+        with recording.open("rb") as packed:
+            recorded = recorded_round.read(packed).round
+        assert recorded.result.round_id == first.version and len(recorded.train) >= 32
     finally:
-        end(process, tmp_path)
+        end(process, runs)
 
 
 @pytest.mark.slow

@@ -1,19 +1,19 @@
-"""`flywheel demo`: 100 replies, judged and shown, without a model, a key or a GPU."""
+"""`flywheel demo`: recorded replies and a recorded round, judged and shown, without a model, a key or a GPU."""
 
 from __future__ import annotations
 
-import lzma
 import os
+import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 import threading
 import webbrowser
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -27,18 +27,24 @@ from flywheel.system.process import tune_process
 if TYPE_CHECKING:
     from types import FrameType
 
+    from sqlalchemy import Row
+
+    from flywheel.cli.demo.recorded_round import Recording
     from flywheel.config import Config
     from flywheel.daemon.judging.judging_report import TaskResult
     from flywheel.records.verdict import Verdict
     from flywheel.store.views.acceptance import AdapterAcceptance
 
-CONFIG: Final = """# `flywheel demo`: replies of two agents, in a database as AgentScope Studio writes it.
+CONFIG: Final = """# `flywheel demo`: replies of an agent, as AgentScope Studio stores them, and a round that
+# `make demo` trained on them. Both are recorded; nothing is trained or served here.
 state: {{dir: state}}
 sources:
   - {{type: studio, path: replies.sqlite}}
-model: {{alias: demo-agent}}
+model: {{base: {base}, alias: demo-agent}}
 judge: {{base_url: {judge}, model: demo-judge}} # a script that checks sums; it runs while `flywheel demo` does
-filter: {{rubric: rubric.yaml}}
+filter: {{rubric: math-boxed.yaml}}
+trigger: {{min_samples: 64, min_held_out: 32}}
+gate: {{max_tasks: 64, samples: 4, alpha: 0.05, min_power: 0}}
 """
 EXAMPLES: Final = 6
 """Verdicts that are shown with their reasons, of as many kinds as there are."""
@@ -55,14 +61,15 @@ def demo(
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Exit after printing the table.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")] = 0,
 ) -> None:
-    """Read and judge 100 sample replies, print a table, and open the web UI."""
-    from flywheel.cli.demo import judge
+    """Read and judge recorded replies, add the round that was trained on them, and open the web UI."""
+    from flywheel.cli.demo import judge, recorded_round
 
     tune_process()
     kept = tempfile.TemporaryDirectory(prefix="flywheel-demo-") if folder is None else nullcontext(str(folder))
     with kept as name, judge.running() as address:
-        config = _laid_out(Path(name), address)
-        result = run_async(_judged(config))
+        recording = recorded_round.shipped()
+        config = _laid_out(Path(name), address, recording)
+        result = run_async(_judged(config, recording))
         # The default handler would leave the temporary directory.
         signal.signal(signal.SIGTERM, _end)
         _print(result)
@@ -76,18 +83,20 @@ def _end(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _laid_out(folder: Path, judge: str) -> Config:
+def _laid_out(folder: Path, judge: str, recording: Recording) -> Config:
     """Write replies, rubric and configuration. Raises ExportError."""
+    from flywheel.cli.demo.recorded_round import REPLIES_FILE
     from flywheel.config import load
+    from flywheel.system.files import shipped_folder
 
-    shipped = files("flywheel.cli.demo")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ExportError(f"lay out the demo in {folder}", "it is not empty", "Name a new directory.")
-        (folder / "replies.sqlite").write_bytes(lzma.decompress((shipped / "replies.sqlite.xz").read_bytes()))
-        (folder / "rubric.yaml").write_text((shipped / "rubric.yaml").read_text())
-        (folder / "flywheel.yaml").write_text(CONFIG.format(judge=judge))
+        with closing(sqlite3.connect(folder / "replies.sqlite")) as database:
+            database.executescript(recording.files[REPLIES_FILE].decode())
+        shutil.copy(shipped_folder() / "rubrics" / "math-boxed.yaml", folder)
+        (folder / "flywheel.yaml").write_text(CONFIG.format(judge=judge, base=recording.round.base_model))
     except OSError as error:
         why = error.strerror or str(error)
         raise ExportError(f"lay out the demo in {folder}", why, "Name a directory that you can write to.") from error
@@ -98,13 +107,15 @@ def _laid_out(folder: Path, judge: str) -> Config:
 class DemoResult:
     """How many replies there are, the judged tasks by id with their verdicts, and the counts of each adapter."""
 
+    round: Row[Any]
     replies: int
     tasks: dict[str, tuple[Mapping[str, Any], Verdict]]
     by_adapter: list[AdapterAcceptance]
 
 
-async def _judged(config: Config) -> DemoResult:
-    """Ingest and judge everything. Raises what went wrong."""
+async def _judged(config: Config, recording: Recording) -> DemoResult:
+    """Ingest and judge everything, and add the round. Raises what went wrong."""
+    from flywheel.cli.demo import recorded_round
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.sources.ingestion import Ingestion
@@ -139,8 +150,10 @@ async def _judged(config: Config) -> DemoResult:
             raise interruption.error("judge the replies of the demo", "Start it again.")
         if report.error is not None:
             raise report.error
+        recorded_round.write_files(recording, config)
+        row = await store.write(recorded_round.store, recording.round, config)
         by_adapter, _ = await store.read(acceptance.by_adapter, config.models_of(None))
-        return DemoResult(source.counts.replies, tasks, by_adapter)
+        return DemoResult(row, source.counts.replies, tasks, by_adapter)
 
 
 def _print(result: DemoResult) -> None:
@@ -165,6 +178,10 @@ def _print(result: DemoResult) -> None:
     missed = ", ".join(f"{name} {number}" for name, number in failures.most_common())
     console.print(f"\n{result.replies} replies of an AgentScope Studio database; criteria not met: {missed}")
     console.print("The judge was a script that checks sums: no model was asked.")
+    ended = f"{result.round.state} on {result.round.finished_at[:10]}"
+    console.print(
+        f"Replies and round {result.round.name} ({ended}) are recorded from `make demo`: nothing was trained."
+    )
 
 
 def _show(config: Config, port: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final
@@ -41,8 +43,21 @@ JUDGED_AGAIN: Final = "judged again"
 """The new state in events of tasks that have another verdict and the same state."""
 
 
+_recorded_at: ContextVar[str] = ContextVar("recorded_at", default="")
+
+
 def utcnow() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return _recorded_at.get() or datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@contextmanager
+def recorded_at(time: str) -> Iterator[None]:
+    """Within it, changes happen at this time (UTC, ISO 8601): for what another state has recorded."""
+    token = _recorded_at.set(time)
+    try:
+        yield
+    finally:
+        _recorded_at.reset(token)
 
 
 def move(conn: Connection, /, row_id: int, old: StrEnum, new: StrEnum, why: str = "", **values: Any) -> bool:
