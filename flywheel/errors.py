@@ -6,6 +6,7 @@ code of commands.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Self
 
 from flywheel.secrets import redact_secrets
@@ -122,10 +123,26 @@ class ProcessLostError(TrainError):
     """A process of a round died, or its node was removed."""
 
 
+class Condition(StrEnum):
+    """How a server was found."""
+
+    OK = "ok"
+    UNREACHABLE = "unreachable"
+    """it does not answer in time, or its engine is dead"""
+    MISCONFIGURED = "misconfigured"
+    """it answers but cannot serve adapters: another key, no middleware, no LoRA, another program"""
+    WRONG_ADAPTER = "wrong adapter"
+    """it answers with another adapter or with 503, and the deployed one cannot be restored"""
+    WRONG_WEIGHTS = "wrong weights"
+    """its adapter's log-probabilities differ from those of the round"""
+    FAILING = "failing"
+    """another error; see the message"""
+
+
 class ServeError(FlywheelError):
     """The inference server refused or failed. `condition` names the state it is in, in one or two words."""
 
-    condition = "failing"
+    condition: str = Condition.FAILING
 
     def of_condition(self, condition: str) -> Self:
         """This error, of a server that is in `condition`."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
+from flywheel.errors import Condition
 from flywheel.judge.filters.chain import FILTERS, load_chain
 from flywheel.judge.filters.deduplication import Deduplication
 from flywheel.judge.filters.influence import Influence
@@ -26,7 +27,6 @@ from flywheel.judge.filters.rules import Rules
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
-from flywheel.serving.client.replica_client import Condition
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
 from flywheel.system.files import DOCUMENTATION_KINDS
 from flywheel.training.data.formats.by_name import FORMATS

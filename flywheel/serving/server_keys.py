@@ -9,9 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from flywheel.config import Config, ServingSettings
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.secrets import register_secret
-from flywheel.serving.client.replica_client import Condition
 from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE
 from flywheel.system.files import sync
 from flywheel.system.server_limits import is_loopback

@@ -22,9 +22,8 @@ from flywheel.cli.doctor.serving import check_servers
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer, SplitRequest
 from flywheel.daemon.status import Status, snapshot
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.serving import replica_addresses
-from flywheel.serving.client.replica_client import Condition
 from flywheel.serving.replica_addresses import has_left, replica_urls
 from flywheel.serving.server.alias_table import read_aliases
 from flywheel.sources.call_puller import OFF, CallPuller

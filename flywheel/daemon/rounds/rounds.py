@@ -37,7 +37,7 @@ from flywheel.daemon.rounds.suites import require_grader, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.waiting import expired, waits_for
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
-from flywheel.errors import ServeError, TrainError
+from flywheel.errors import Condition, ServeError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
@@ -45,7 +45,6 @@ from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import CANDIDATE_DIR, SPEC_FILE, RoundResult, Suite
 from flywheel.records.states import RoundState
 from flywheel.serving.calls.call_log import call_log_copy_path
-from flywheel.serving.client.replica_client import Condition
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.sources.call_puller import OFF, pulled_servers
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples

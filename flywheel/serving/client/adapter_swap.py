@@ -31,11 +31,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from flywheel.errors import FlywheelError, ServeError
+from flywheel.errors import Condition, FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
 from flywheel.serving.alias_target import AliasTarget, Split, version_names
-from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
+from flywheel.serving.client.replica_client import Alias, AliasChangedError, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
 T = TypeVar("T")

@@ -6,13 +6,12 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
 
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
 from flywheel.serving.alias_target import AliasTarget, Split, version_names
@@ -21,20 +20,6 @@ from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
 from flywheel.system.files import tree_bytes
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
-
-
-class Condition(StrEnum):
-    OK = "ok"
-    UNREACHABLE = "unreachable"
-    """it does not answer in time, or its engine is dead"""
-    MISCONFIGURED = "misconfigured"
-    """it answers but cannot serve adapters: another key, no middleware, no LoRA, another program"""
-    WRONG_ADAPTER = "wrong adapter"
-    """it answers with another adapter or with 503, and the deployed one cannot be restored"""
-    WRONG_WEIGHTS = "wrong weights"
-    """its adapter's log-probabilities differ from those of the round"""
-    FAILING = "failing"
-    """another error; see the message"""
 
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.records.round import Probe
-from flywheel.serving.client.replica_client import Condition, Replica
+from flywheel.serving.client.replica_client import Replica
 
 if TYPE_CHECKING:
     import numpy as np

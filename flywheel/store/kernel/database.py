@@ -26,6 +26,7 @@ from sqlalchemy import Connection, create_engine, inspect, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.util import greenlet_spawn
 
 from flywheel.errors import StateBusyError, StoreError
 from flywheel.store.kernel.bulk import sql_text
@@ -296,9 +297,8 @@ class Reader:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        # Imported here: a daemon at rest needs no second kind of engine.
+        # Imported here: a daemon at rest needs no second driver.
         import aiosqlite
-        from sqlalchemy.ext.asyncio import create_async_engine
 
         self._state_dir = state_dir
         self._path = path = state_dir / STATE_FILE
@@ -314,7 +314,11 @@ class Reader:
                 await asyncio.to_thread(connection._thread.join)
                 raise
 
-        self._engine = create_async_engine("sqlite+aiosqlite://", async_creator=connect, poolclass=NullPool)
+        def adapted() -> Any:
+            return self._engine.dialect.loaded_dbapi.connect(async_creator_fn=connect)
+
+        # An engine of `sqlalchemy.ext.asyncio` would do the same, and load the ORM: seven megabytes.
+        self._engine = create_engine("sqlite+aiosqlite://", creator=adapted, poolclass=NullPool)
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function. Raises StoreError."""
@@ -337,18 +341,20 @@ class Reader:
 
     async def _look(self, function: Callable[[Connection], T]) -> tuple[T] | None:
         """The result of a function; None while another process is creating the state."""
+
+        def look() -> tuple[T] | None:
+            with self._engine.connect() as connection:
+                connection.exec_driver_sql("BEGIN")
+                return (function(connection),) if _is_ready(connection, self._path) else None
+
         try:
             with _AtRest(self._path):
-                async with self._engine.connect() as connection:
-                    await connection.exec_driver_sql("BEGIN")
-                    if await connection.run_sync(_is_ready, self._path):
-                        return (await connection.run_sync(function),)
+                return await greenlet_spawn(look)
         except DBAPIError as error:
             raise _explain(str(self._path), error) from error
-        return None
 
     async def close(self) -> None:
-        await self._engine.dispose()
+        await greenlet_spawn(self._engine.dispose)
 
 
 async def read_once(

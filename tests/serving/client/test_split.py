@@ -15,10 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.adapter_swap import OtherVersion, reconcile, retire, rollback, swap
-from flywheel.serving.client.replica_client import Condition, Replica
+from flywheel.serving.client.replica_client import Replica
 from tests.factories.swap import NEW, OLD, Fleet, FlipFault
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 

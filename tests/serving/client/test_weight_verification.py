@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.weights import RIGHT, TRAINED_ON, WRONG, Cell, counted
-from flywheel.errors import ServeError
+from flywheel.errors import Condition, ServeError
 from flywheel.records.round import Probe, Recording
-from flywheel.serving.client.replica_client import Condition, Replica
+from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.client.weight_verification import compare, prove
 from tests.cases import for_each
 from tests.serving.fake_vllm import BASE, PROBE, PROMPT_TOKENS, FakeVllm, replica
