@@ -51,6 +51,20 @@ def test_commands_import_nothing_heavy(arguments: list[str], tmp_path: Path) -> 
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
 
 
+@pytest.mark.slow
+def test_the_pages_load_no_client_and_no_orm() -> None:
+    code = (
+        "import sys, asyncio, pathlib\n"
+        "import flywheel.daemon.status\n"
+        "from flywheel.web import server\n"
+        "from flywheel.store.kernel.database import read_once\n"
+        "print(asyncio.run(read_once(pathlib.Path('/nonexistent'), lambda conn: conn.dialect.driver)))\n"
+        "print([name for name in ('httpx2', 'openai', 'tenacity', 'numpy', 'sqlalchemy.orm') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
