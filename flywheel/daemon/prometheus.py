@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from flywheel.daemon.status import JudgeStatus, LiveRound, SourceStatus, Status, TargetStatus
-from flywheel.judge.usage import CALL_TIMES
+from flywheel.judge.call_seconds import CALL_SECONDS
 from flywheel.store import notices
 from flywheel.store.stages import StageRecord
 
@@ -123,12 +122,7 @@ def _of_judge(judge: JudgeStatus) -> Iterator[Metric]:
         "judge_cost", "What those tokens cost by judge.prices at the time of the calls.", costs, "purpose", "currency"
     )
     yield _gauge("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge.tokens_today)
-    text = "Duration of the judge's calls by this process, by endpoint and outcome."
-    times = HistogramMetricFamily("flywheel_judge_call_seconds", text, labels=["endpoint", "outcome"])
-    for endpoint, outcome, counts, seconds in CALL_TIMES.histograms():
-        buckets = [("+Inf" if math.isinf(bound) else str(bound), count) for bound, count in counts]
-        times.add_metric([endpoint, outcome], buckets, seconds)
-    yield times
+    yield from CALL_SECONDS.collect()
 
 
 def _of_rounds(status: Status) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from tenacity import RetryCallState
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import ConfigError, JudgeError
+from flywheel.judge.call_seconds import CALL_SECONDS
 from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
@@ -32,7 +33,6 @@ from flywheel.judge.chat_completions import (
     request_parts,
 )
 from flywheel.judge.rubric import ALIEN, Rubric
-from flywheel.judge.usage import CALL_TIMES
 from flywheel.records.trace import ChatMessage
 from flywheel.secrets import keys_in
 from flywheel.system.heartbeat import beat
@@ -479,7 +479,7 @@ class JudgeEndpoint:
                     error.status = 401
                 raise
             finally:
-                CALL_TIMES.add(self.config.section, outcome, time.monotonic() - sent)
+                CALL_SECONDS.labels(self.config.section, outcome).observe(time.monotonic() - sent)
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)

@@ -6,7 +6,6 @@ import contextvars
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ P = TypeVar("P")
 
 POLL_SECONDS = 0.2
 """How often a wait for a verdict checks whether to stop."""
-MAX_WAITING = 256
-"""Exchanges that wait for the budget while free verdicts are made."""
 MAX_BATCH = 32
 """Verdicts that are stored together. In larger batches all threads would wait for one long transaction."""
 MAX_BROKEN = 50
@@ -80,9 +77,9 @@ def grade_batches(
     verdict is stored, so calls in flight and verdicts that are not stored are `max_thread` at most, together. Then
     `calls` forgets the calls of the verdict. `earlier` returns the judge's earlier verdicts on an exchange.
 
-    The grading threads consume `items`, one at a time; up to MOST_ASIDE of them wait for room in the budget. When
-    `stop` is set, calls in flight are finished and their verdicts yielded, except calls that the endpoint kept
-    failing and calls that take longer than `drain_seconds`.
+    The grading threads consume `items`, one at a time, until the budget is spent. When `stop` is set, calls in flight
+    are finished and their verdicts yielded, except calls that the endpoint kept failing and calls that take longer
+    than `drain_seconds`.
 
     Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
     row (or every time), when the grader says that the judge is unusable, and when the budget is spent
@@ -138,8 +135,6 @@ class _Pool(Generic[K, E, P]):
     error: BaseException | None = None
     _taking: threading.Lock = field(default_factory=threading.Lock)
     _exhausted: bool = False
-    _waiting: deque[tuple[K, P]] = field(default_factory=deque)
-    """Exchanges that need a judge call, until the budget has room for it."""
     _done: SimpleQueue[Finished[K] | None] = field(default_factory=SimpleQueue)
     _drain_until: float = float("inf")
 
@@ -170,39 +165,26 @@ class _Pool(Generic[K, E, P]):
             self.closed.wait(POLL_SECONDS)
 
     def _next(self) -> tuple[K, Verdict] | None:
-        """The next verdict: a free one, or one that the budget has room for. None at the end.
-
-        While the budget has no room, exchanges that need a call wait, and free verdicts go first.
-        """
-        while not (self.stop.is_set() or self.closed.is_set()):
-            may_take = not self._exhausted and len(self._waiting) < MAX_WAITING
-            # Waits for room only if nothing else can be done.
-            if self._waiting and self.budget.reserve(None if may_take else self.stop):
-                verdict = None
-                try:
-                    key, pending = self._waiting.popleft()
-                    verdict = self._guard(self.grader.finish, pending, self.stop)
-                    return key, verdict
-                except IndexError:  # another thread was faster
-                    continue
-                finally:
-                    self.budget.release(verdict)
-            if self._exhausted:
-                if not self._waiting:
-                    break
-            elif may_take:
-                # First, so that nothing is taken when nothing is left to spend.
-                self.budget.check()
-                with self._taking:
-                    item = None if self.stop.is_set() or self.closed.is_set() else next(self.items, None)
-                    self._exhausted = item is None
-                if item is not None:
-                    key, exchange = item
-                    begun = self._guard(self.grader.begin, exchange, self.earlier(key))
-                    if isinstance(begun, Verdict):
-                        return key, begun
-                    self._waiting.append((key, begun))
-        return None
+        """The next verdict. None at the end. Raises BudgetSpentError."""
+        # First, so that nothing is taken when nothing is left to spend.
+        self.budget.check()
+        with self._taking:
+            is_over = self._exhausted or self.stop.is_set() or self.closed.is_set()
+            item = None if is_over else next(self.items, None)
+            self._exhausted = item is None
+        if item is None:
+            return None
+        key, exchange = item
+        begun = self._guard(self.grader.begin, exchange, self.earlier(key))
+        if isinstance(begun, Verdict):
+            return key, begun
+        # Others may have spent it meanwhile: then the exchange stays as it is.
+        self.budget.check()
+        if self.stop.is_set() or self.closed.is_set():
+            return None
+        verdict = self._guard(self.grader.finish, begun, self.stop)
+        self.budget.book(verdict.prompt_tokens + verdict.completion_tokens)
+        return key, verdict
 
     def _guard(self, step: Callable[..., R | Verdict], *arguments: Any) -> R | Verdict:
         """The result of a step, or an undecided verdict for an unexpected error in it. What this process lacks, such

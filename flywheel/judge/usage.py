@@ -15,52 +15,17 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import EXIT_FAILED, JudgeError
-from flywheel.records.verdict import Verdict
 from flywheel.system.files import PRIVATE, append_jsonl, cut_torn_line, private, write_json
 
 log = logging.getLogger(__name__)
-
-BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, float("inf"))
-"""Upper bounds of the buckets, in seconds."""
-
-
-class CallTimes:
-    """Counts calls by their duration. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], list[int]] = {}
-        self._sums: dict[tuple[str, str], float] = {}
-        self._lock = threading.Lock()
-
-    def add(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """Count a call of `judge` or `judge.backup` that was `answered` or has `failed`."""
-        key = endpoint, outcome
-        bucket = next(index for index, bound in enumerate(BOUNDS) if seconds <= bound)
-        with self._lock:
-            self._counts.setdefault(key, [0] * len(BOUNDS))[bucket] += 1
-            self._sums[key] = self._sums.get(key, 0.0) + seconds
-
-    def histograms(self) -> Iterator[tuple[str, str, list[tuple[float, int]], float]]:
-        """Endpoint, outcome, the number of calls up to each bound, and the seconds of all."""
-        with self._lock:
-            copies = [(key, list(counts), self._sums[key]) for key, counts in self._counts.items()]
-        for (endpoint, outcome), counts, seconds in copies:
-            yield endpoint, outcome, list(zip(BOUNDS, accumulate(counts), strict=True)), seconds
-
-
-CALL_TIMES: Final = CallTimes()
-"""Of all calls of this process. The calls of a round are those of its worker, and not here."""
-
 
 USAGE_FILE: Final = "usage.jsonl"
 ALLOWANCE_FILE: Final = "allowance.json"
@@ -252,9 +217,6 @@ class CallsInFlight:
         (self.state_dir / IN_FLIGHT_FILE).unlink(missing_ok=True)
 
 
-POLL_SECONDS = 0.1
-
-
 class BudgetSpentError(JudgeError):
     """The budget is spent. Judging resumes automatically, or with the next run."""
 
@@ -264,10 +226,8 @@ class BudgetSpentError(JudgeError):
 class Budget:
     """Tokens per day (UTC) and per run. Thread-safe.
 
-    Each verdict that needs a judge call reserves its share first; free verdicts reserve nothing. A verdict in flight
-    counts as the average cost, so many threads do not spend together what was left for one: the limit is exceeded by
-    about one verdict. While no cost is known, one verdict may be in flight, and one more for each that finished
-    without reported usage. `limits` tells whether there is any limit.
+    Who pays for a verdict calls `check` before its first call and `book` after its last. Verdicts that have begun are
+    finished: a limit can be exceeded by one verdict of each thread. `limits` tells whether there is any limit.
     """
 
     def __init__(
@@ -283,17 +243,16 @@ class Budget:
         self._clock = clock
         self._day: str | None = None
         self._today = self._run = 0
-        self._costly = self._free = self._in_flight = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def refresh(self) -> None:
         """Read `spent_today` again, for what other processes used. To be called while nothing is in flight."""
-        with self._changed:
+        with self._lock:
             self._day = None
 
     def left(self) -> int | None:
         """The tokens that are left; None without a limit."""
-        with self._changed:
+        with self._lock:
             return min((limit - used for used, limit, _, _ in self._limits()), default=None)
 
     def run_left(self) -> int | None:
@@ -302,8 +261,10 @@ class Budget:
         return None if limit is None else limit - self._run
 
     def book(self, tokens: int) -> None:
-        """Add tokens that others used and stored."""
-        with self._changed:
+        """Add tokens of a verdict, or that others used and stored."""
+        if not self.limits:
+            return
+        with self._lock:
             self._run += tokens
             if self._day is not None:  # else `spent_today` will include them
                 self._roll_over()
@@ -313,7 +274,7 @@ class Budget:
         """Raises BudgetSpentError if nothing is left."""
         if not self.limits:
             return
-        with self._changed:
+        with self._lock:
             for used, limit, period, resumption in self._limits():
                 if used >= limit:
                     error = BudgetSpentError(
@@ -325,55 +286,6 @@ class Budget:
                     )
                     error.retry_after = self._clock.seconds_left() if period == "day" else math.inf
                     raise error
-
-    def reserve(self, stop: threading.Event | None = None) -> bool:
-        """Reserve the average cost for one verdict until `release`. Returns whether the budget has room for it.
-
-        With `stop`, waits for verdicts in flight while their costs are all that prevents it. Raises BudgetSpentError.
-        """
-        if not self.limits:
-            return True
-        with self._changed:
-            while not self._has_room():
-                self.check()
-                if stop is None or stop.is_set():
-                    return False
-                self._changed.wait(POLL_SECONDS)
-            self._in_flight += 1
-            return True
-
-    def release(self, verdict: Verdict | None) -> None:
-        """End a reservation, with the verdict's cost if there is one."""
-        if not self.limits:
-            return
-        with self._changed:
-            self._in_flight -= 1
-            if verdict is not None:
-                self._roll_over()
-                tokens = verdict.prompt_tokens + verdict.completion_tokens
-                self._today += tokens
-                self._run += tokens
-                self._costly += bool(tokens)
-                self._free += not tokens
-            self._changed.notify_all()
-
-    @contextmanager
-    def hold(self, stop: threading.Event) -> Iterator[Callable[[Verdict], None]]:
-        """Reserve for one verdict, which is passed to the yielded function. Waits; raises BudgetSpentError."""
-        paid: list[Verdict] = []
-        reserved = self.reserve(stop)
-        try:
-            yield paid.append
-        finally:
-            if reserved:
-                self.release(paid[0] if paid else None)
-
-    def _has_room(self) -> bool:
-        limits = list(self._limits())
-        if not self._costly and self._in_flight > self._free:
-            return False
-        average = self._run / self._costly if self._costly else 0.0
-        return all(used + self._in_flight * average < limit for used, limit, _, _ in limits)
 
     def _limits(self) -> Iterator[tuple[int, int, str, str]]:
         """For each limit: tokens used, limit, period, and when judging resumes after it is reached."""

@@ -81,10 +81,11 @@ async def test_a_daemon_serves_its_metrics_while_it_works(tmp_path: Path, monkey
 
 
 async def test_failed_calls_of_the_judge_are_counted_apart(tmp_path: Path) -> None:
-    from flywheel.judge.usage import CALL_TIMES
+    from flywheel.judge.call_seconds import CALL_SECONDS
 
-    def failed() -> int:
-        counts = {(endpoint, outcome): counts[-1][1] for endpoint, outcome, counts, _ in CALL_TIMES.histograms()}
+    def failed() -> float:
+        [metric] = CALL_SECONDS.collect()
+        counts = {tuple(each.labels.values()): each.value for each in metric.samples if each.name.endswith("_count")}
         return counts.get(("judge", "failed"), 0)
 
     before = failed()

@@ -187,9 +187,9 @@ class RubricDiff:
                 return begun
             if self._stop.is_set():
                 return Verdict(Outcome.UNDECIDED, None, error="the comparison was stopped")
-            with budget.hold(self._stop) as pay:
-                verdict = grader.finish(begun, self._stop)
-                pay(verdict)
+            budget.check()
+            verdict = grader.finish(begun, self._stop)
+            budget.book(verdict.prompt_tokens + verdict.completion_tokens)
             asked.append(verdict)
             return verdict
 

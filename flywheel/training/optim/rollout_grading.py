@@ -17,7 +17,6 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, UsageFile, Used, today
 from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Exchange, Verdict
-from flywheel.system.http_client import NEVER
 
 if TYPE_CHECKING:
     from flywheel.training.optim.collector import Grade
@@ -144,7 +143,7 @@ class Lent(Budget):
 
     def refused(self) -> str:
         """The reason why no call may be made; empty if one may."""
-        with self._changed:
+        with self._lock:
             return next((why for used, limit, why, _ in self._limits() if used >= limit), "")
 
     def _limits(self) -> Iterator[tuple[int, int, str, str]]:
@@ -198,16 +197,12 @@ class Grading:
             raise unusable
         while True:
             try:
-                self._budget.reserve(NEVER)
+                self._budget.check()
                 break
             except BudgetSpentError:
                 self._pause_limits.until_room(self._budget.refused)
-        verdict = None
-        try:
-            verdict = self._grader.finish(begun)
-            if verdict.calls:
-                counts = verdict.calls, verdict.prompt_tokens, verdict.completion_tokens
-                self._file.append(Used(today(), self._purpose, *counts))
-        finally:
-            self._budget.release(verdict)
+        verdict = self._grader.finish(begun)
+        if verdict.calls:
+            counts = verdict.calls, verdict.prompt_tokens, verdict.completion_tokens
+            self._file.append(Used(today(), self._purpose, *counts))
         return verdict

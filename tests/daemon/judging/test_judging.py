@@ -42,7 +42,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
     await tell(store, 20)
     with JudgeServer(lambda *_: True) as judge:
         # 120 tokens a call: five calls.
-        first = TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600}))
+        first = TaskJudging(store, config(tmp_path, judge, max_thread=1, budget={"tokens_per_day": 600}))
         report = await first.run()
         assert (report.judged, judge.calls) == (5, 5)
         assert report.error.retryable
@@ -52,7 +52,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         # A restart knows what was spent, and another limit is judging again at once.
         again = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
         assert (again.judged, judge.calls) == (0, 5)
-        more = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 840})).run()
+        more = await TaskJudging(store, config(tmp_path, judge, max_thread=1, budget={"tokens_per_day": 840})).run()
         assert (more.judged, judge.calls) == (2, 7)
         rest = await TaskJudging(store, config(tmp_path, judge)).run()
     assert rest.error is None
