@@ -89,6 +89,19 @@ def test_a_model_at_an_endpoint_is_measured(evaluate: Callable[..., Ran], endpoi
     assert {request["model"] for request in endpoint.requests} == {"small"}
 
 
+def test_a_criterion_of_the_same_name_replaces_no_metric(evaluate: Callable[..., Ran], bench: Bench) -> None:
+    benchmark(bench, 4, metadata={"ground_truth": {"target_tools": ["search"]}})
+    bench.rubric(
+        [
+            {"id": "tool_accuracy", "type": "contains", "value": "good", "weight": 1},
+            {"id": "score", "type": "contains", "value": "bad", "weight": 1},
+        ]
+    )
+    found = {name: each["mean"] for name, each in evaluate("--json").json["metrics"].items()}
+    assert (found["tool_selection_accuracy"], found["criterion:tool_accuracy"]) == (0, 1)
+    assert (found["score"], found["criterion:score"]) == (0.5, 0)
+
+
 def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoint: Endpoint) -> None:
     thought = {"type": "thinking", "thinking": [{"type": "text", "text": "bad"}]}
     endpoint.reply = lambda *_: says("", content=[thought, {"type": "text", "text": "good: \\boxed{1}"}])
