@@ -55,6 +55,11 @@ class Answer:
         values |= {metric_of(each["criterion"]): each["value"] for each in line["criteria"]}
         return cls(task, accepted, values, failed, line)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit ended it before it had any text: a reasoning model may use up its tokens before."""
+        return bool(self.line["truncated"]) and not self.failed and not self.line["answer"].strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:

@@ -111,6 +111,86 @@ def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoin
     assert {json.loads(line)["answer"].strip() for line in lines} == {"good: \\boxed{1}"}
 
 
+def test_reasoning_in_an_answer_is_no_part_of_it(evaluate: Callable[..., Ran], endpoint: Endpoint) -> None:
+    """Where the answer begins with a start marker or has none: up to the first end marker."""
+    said = [
+        ("<think>bad</think>good: \\boxed{1}", "good: \\boxed{1}"),
+        ("\n<thinking>bad\n</thinking>\n\ngood: \\boxed{1}", "good: \\boxed{1}"),
+        ("bad</think>good: \\boxed{1}", "good: \\boxed{1}"),
+        ("[THINK]bad[/THINK]good", "good"),
+        ("◁think▷bad◁/think▷good", "good"),
+        ("<seed:think>bad</seed:think>good", "good"),
+        ("<|channel|>analysis<|message|>bad<|end|><|start|>assistant<|channel|>final<|message|>good", "good"),
+        # What stands behind the first end marker is the answer's own, and so are markers in a text.
+        ("<think>bad</think>good: </think> ends a thought", "good: </think> ends a thought"),
+        ("good: write <think>a thought</think> first", "good: write <think>a thought</think> first"),
+        ("<think>bad, and it never ends", ""),
+    ]
+    endpoint.reply = lambda request, _: says(said[int(question(request).split()[2])][0])
+    found = evaluate("--json").json
+    lines = (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()
+    answers = {line["task_id"]: line["answer"].strip() for line in map(json.loads, lines)}
+    assert answers == {f"t{number}": answer for number, (_, answer) in enumerate(said)}
+
+
+def cut(text: str) -> tuple[int, Any]:
+    """A message that ended at its limit of tokens."""
+    status, body = says(text)
+    return status, {**body, "choices": [{**body["choices"][0], "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(("text", "field"), [("<think>I think, and", {}), ("", {"reasoning": "I think, and"})])
+def test_answers_that_were_cut_off_without_text_are_named_and_miss_the_bar(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, text: str, field: dict[str, str]
+) -> None:
+    def reply(request: dict[str, Any], _: int) -> tuple[int, Any]:
+        status, body = cut(text)
+        body["choices"][0]["message"] |= field
+        return (status, body) if int(question(request).split()[2]) < 6 else says("good: \\boxed{1}")
+
+    endpoint.reply = reply
+    junit = bench.folder / "report.xml"
+    missed = evaluate("--json", "--fail-under", "0.1", "--junit", junit)
+    assert missed.code == EXIT_QUALITY, missed.err
+    assert (missed.json["cut_off"], missed.json["rejected"]) == (6, 6)
+    said = "6 of 10 answers of small were cut off without text: the endpoint's own limit of tokens"
+    assert said in missed.err and said in missed.json["quality"]["failures"][0]
+    assert "cut off without text" in junit.read_text()
+    without_bar = evaluate()
+    assert without_bar.code == 0, without_bar.err
+    assert f"warning: {said}" in without_bar.err
+
+
+def test_a_few_answers_that_were_cut_off_without_text_are_a_warning(
+    evaluate: Callable[..., Ran], endpoint: Endpoint
+) -> None:
+    endpoint.reply = lambda request, _: (
+        cut("" if "What is 3" in question(request) else "good, but it does not")
+        if int(question(request).split()[2]) < 5
+        else says("good: \\boxed{1}")
+    )
+    ran = evaluate("--json", "--quiet", "--fail-under", "0.1")
+    assert ran.code == 0, ran.err
+    assert ran.json["cut_off"] == 1
+    assert "warning: 1 of 10 answers of small was cut off without text" in ran.err
+
+
+def test_an_answer_that_its_turns_ended_names_their_setting(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    steps = [*made("search", "{}", "7 °C"), *made("search", "{}", "7 °C"), *made("search", "{}", "7 °C")]
+    row = {
+        "task_id": "Oslo",
+        "tools": [TOOL],
+        "messages": [{"role": "user", "content": "How cold?"}, *steps, {"role": "assistant", "content": "7"}],
+    }
+    (bench.folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    endpoint.reply = lambda *_: calls("search")
+    ran = evaluate("--json", "--set", "rollout.max_turns=2")
+    assert (ran.json["cut_off"], ran.code) == (1, 0), ran.err
+    assert "rollout.max_turns" in ran.err and "limit of tokens" not in ran.err
+
+
 @pytest.mark.slow
 def test_people_see_metrics_that_were_measured(evaluate: Callable[..., Ran]) -> None:
     ran = evaluate()
