@@ -340,7 +340,11 @@ class _RemoteRun:
             alias = settings.model.alias
             trained = spec.target or alias
             program = ProgramSetup(
-                {trained: alias}, trained, rollout.max_turns, needs_reward=rollout.weights.workflow > 0
+                {trained: alias},
+                trained,
+                rollout.max_turns,
+                needs_reward=rollout.weights.workflow > 0,
+                rewards_loops=rollout.loop_reward is not None,
             )
             done(engine.use_program(spec.settings, program))
 

@@ -426,6 +426,51 @@ def test_an_agent_of_ones_own_answers(evaluate: Callable[..., Ran], endpoint: En
     assert "the shop is closed" in why
 
 
+LOOP = "good: \\boxed{1}. " + "I say it once more. " * 60
+
+
+def test_an_answer_that_loops_to_its_limit_has_the_score_0(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    endpoint.reply = lambda request, _: (cut if "What is 3" in question(request) else says)(LOOP)
+    found = evaluate("--json").json
+    assert found["metrics"]["score"]["mean"] == pytest.approx(0.9)
+    lines = map(json.loads, (Path(found["directory"]) / "answers.jsonl").read_text().splitlines())
+    assert {line["task_id"]: line["loop"] for line in lines if line["loop"]} == {
+        "t3": "'. I say it once more' is repeated 60 times"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "score"), [("0.0", 0.0), ("-1", -1.0), ("null", 1.0)])
+def test_the_reward_of_a_workflow_is_checked_too(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, setting: str, score: float
+) -> None:
+    """Its second message is right. The first one looped to its limit of tokens."""
+    endpoint.reply = lambda _, before: cut(LOOP) if before == 0 else says("good: \\boxed{1}")
+    benchmark(bench, 1)
+    (bench.folder / "agent.py").write_text(
+        "import json, urllib.request\n"
+        "async def run(task, model):\n"
+        "    model = task['openai']\n"
+        "    for text in (task['main_query'], 'Again, in short.'):\n"
+        "        asked = [{'role': 'user', 'content': text}]\n"
+        "        body = json.dumps({'model': model['model'], 'messages': asked}).encode()\n"
+        "        headers = {'Content-Type': 'application/json'}\n"
+        "        sent = urllib.request.Request(model['base_url'] + '/chat/completions', body, headers)\n"
+        "        with urllib.request.urlopen(sent) as answer:\n"
+        "            said = json.load(answer)['choices'][0]['message']['content']\n"
+        "    return {'reward': 1.0 if 'boxed{1}' in said else 0.0}\n"
+    )
+    ran = evaluate(
+        "--workflow", bench.folder / "agent.py:run", "--json", "--set", "rollout.reward={rubric: 0, workflow: 1}",
+        "--set", f"rollout.loop_reward={setting}",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["metrics"]["score"]["mean"] == score
+    assert len(endpoint.requests) == 2
+
+
 @pytest.mark.slow
 def test_the_bar_of_ci(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
     endpoint.reply = lambda request, _: says("bad" if "What is 3" in question(request) else "good: \\boxed{1}")
