@@ -253,10 +253,13 @@ NEEDS_STATE: Final = frozenset({"status", "tasks", "audit", "prune", "backup"})
 """Commands that need one of these or a state that exists."""
 NEEDS_SETTINGS: Final = frozenset({"evaluate", "retrieval", "serve"})
 """Commands that need one of these, a state or any setting. The others also work on the defaults."""
+JUDGES: Final = frozenset({"round", "evaluate", "rubric"})
+"""Commands that send texts to the judge. `run` and `filter` log where, as the daemon does."""
 
 
 def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources: bool = False) -> Config:
     """The configuration, with `options` of the command line as KEY=VALUE above it; without a file, the defaults.
+    Commands that judge say on stderr what AgentJet's file stands for where it sets nothing, the judge included.
 
     Raises ConfigError if the command needs more than those, unless other options of it name what to read.
     """
@@ -264,7 +267,10 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
 
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
-        return load(file, given)
+        found = load(file, given)
+        if found.assumed and _command.get() in JUDGES:
+            print_error(escape_terminal(found.assumed, one_line=True))
+        return found
     config, command = defaults(given), _command.get()
     if names_sources:
         return config

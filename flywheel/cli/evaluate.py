@@ -143,7 +143,8 @@ def evaluate(
     shown = report.json()
     quality = None
     if bar.is_asked:
-        quality = bar.report(report.cases, notes=report.notes)
+        failures = report.cut_off[:1] if bar.fail_under is not None and report.is_mostly_cut_off else []
+        quality = bar.report(report.cases, notes=report.notes, failures=failures)
         shown["quality"] = quality.json()
     if as_json:
         print_json(shown)
@@ -151,6 +152,9 @@ def evaluate(
         typer.echo("".join(f"{line}\n" for line in report.lines(shown)), nl=False)
         if quality is not None:
             typer.echo(f"quality: {quality.sentence}")
+    for warning in report.cut_off:
+        if quality is None or warning not in quality.failures:
+            complain(f"warning: {warning}")
     error: FlywheelError | None = report.answers.judge_error or (quality.error if quality is not None else None)
     if error is not None:
         complain(error)
@@ -311,7 +315,18 @@ class _Report:
     def notes(self) -> list[str]:
         """What the summary says beside the cases."""
         named = f"{self.plan.ours.model.name} on {self.plan.ours.benchmark.name}"
-        return [named, *self._failures, *self._left_out]
+        return [named, *self._failures, *self._left_out, *self.cut_off]
+
+    @property
+    def is_mostly_cut_off(self) -> bool:
+        every = self.answers.every
+        return 2 * sum(answer.is_cut_off for answer in every) > len(every)
+
+    @property
+    def cut_off(self) -> list[str]:
+        """How many answers of each model were cut off without text, and by which setting."""
+        sides = ((self.plan.ours, self.answers), (self.plan.theirs, self.theirs))
+        return [_cut_off(model, answers) for model, answers in sides if model and answers and _cut(answers)]
 
     @property
     def _failures(self) -> list[str]:
@@ -344,6 +359,7 @@ class _Report:
             "rejected": sum(answer.accepted is False for answer in every),
             "undecided": sum(answer.accepted is None for answer in every),
             "failed": sum(bool(answer.failed) for answer in every),
+            "cut_off": len(_cut(answers)),
             "metrics": {name: asdict(answers.summary(name, seed)) for name in self.plan.metrics},
             "against": self._against(seed),
             "usage": {**calls, "tokens_generated": usage.get("rollout_tokens") or usage.get("completion_tokens", 0)},
@@ -397,6 +413,27 @@ class _Report:
         return found
 
 
+def _cut(answers: Answers) -> list[Answer]:
+    return [answer for answer in answers.every if answer.is_cut_off]
+
+
+def _cut_off(evaluation: Evaluation, answers: Answers) -> str:
+    from flywheel.config import AgentProgramSettings
+
+    found, rollout = _cut(answers), evaluation.settings.rollout
+    limit = "serving.max_model_len"
+    if evaluation.model.remote is not None:
+        limit = "the endpoint's own limit of tokens (its default for max_tokens, or its context)"
+    if isinstance(rollout.agent, AgentProgramSettings):
+        limit = f"the agent's max_tokens, {limit}"
+    limit += f" or rollout.timeout_seconds ({rollout.timeout_seconds:g}) ended them"
+    if all(answer.line["turns"] >= rollout.max_turns for answer in found):
+        limit = f"rollout.max_turns ({rollout.max_turns}) ended them"
+    were = "was" if len(found) == 1 else "were"
+    every = quantity(len(answers.every), "answer")
+    return f"{len(found):,} of {every} of {evaluation.model.name} {were} cut off without text: {limit}"
+
+
 def _case(rubric: str, name: str, answer: Answer) -> Case:
     outcomes = {True: CaseOutcome.ACCEPTED, False: CaseOutcome.REJECTED, None: CaseOutcome.UNDECIDED}
     failed = (
@@ -405,6 +442,7 @@ def _case(rubric: str, name: str, answer: Answer) -> Case:
         if not each["passed"]
     )
     why = f"no answer: {answer.failed}" if answer.failed else answer.line["error"]
+    why = why or ("cut off without text" if answer.is_cut_off else "")
     return Case(rubric, name, outcomes[answer.accepted], answer.values["score"], tuple(failed), why)
 
 

@@ -9,7 +9,7 @@ import html
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
@@ -208,10 +208,13 @@ class QualityBar:
             failures.append(f"{what} ({undecided / judged:.4g}), {asked}")
         return Quality(counts, share, bound, tuple(failures))
 
-    def report(self, cases: Sequence[Case], *, notes: Sequence[str] = (), error: str = "") -> Quality:
-        """Measure, and write the reports that are asked for. `notes` are further lines of the summary; `error` is
-        what kept cases from being judged. Raises ExportError."""
+    def report(
+        self, cases: Sequence[Case], *, notes: Sequence[str] = (), failures: Sequence[str] = (), error: str = ""
+    ) -> Quality:
+        """Measure, and write the reports that are asked for. `notes` are further lines of the summary, `failures`
+        what else misses the bar; `error` is what kept cases from being judged. Raises ExportError."""
         quality = self.measure(cases)
+        quality = replace(quality, failures=(*failures, *quality.failures))
         if self.junit is not None:
             _write(self.junit, junit_xml(cases))
         if self.summary is not None:

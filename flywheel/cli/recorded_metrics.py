@@ -21,10 +21,10 @@ MetricsOption = Annotated[
 def requested_metrics(requested: str, criteria: Sequence[str]) -> tuple[str, ...]:
     """The full names of metrics, given names separated by commas or `all`, and the ids of the rubric's criteria.
     Raises ConfigError for another name."""
-    from flywheel.judge.agent_metrics import METRICS, metric_names
+    from flywheel.judge.agent_metrics import METRICS, metric_names, metric_of
 
     names = [name.strip() for name in requested.split(",") if name.strip()]
-    return metric_names([*METRICS, *criteria] if names == ["all"] else names, criteria)
+    return metric_names([*METRICS, *map(metric_of, criteria)] if names == ["all"] else names, criteria)
 
 
 class RecordedMetrics:
@@ -40,7 +40,7 @@ class RecordedMetrics:
         """Count the reply of a `TaskResult`. One that a filter decided, or a person must, is not measured by the
         metrics that need the rubric's verdict."""
         from flywheel.errors import ConfigError
-        from flywheel.judge.agent_metrics import Attempt, measure
+        from flywheel.judge.agent_metrics import Attempt, measure, metric_of
         from flywheel.records.ground_truth import ground_truth_of
         from flywheel.records.task import conversation_key, trace_parts
         from flywheel.records.verdict import Outcome
@@ -57,7 +57,7 @@ class RecordedMetrics:
         except ConfigError as error:
             # The judge's calls for the other tasks are paid.
             self.wrong.append(str(error))
-        found |= {each.criterion: each.value for each in (verdict.results if verdict is not None else ())}
+        found |= {metric_of(each.criterion): each.value for each in (verdict.results if verdict is not None else ())}
         conversation = conversation_key(about["conversation_id"], about["trace_id"])
         for name, values in self._values.items():
             values.append(MetricValue(judged.task.key, found.get(name), conversation))

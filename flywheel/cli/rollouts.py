@@ -189,6 +189,7 @@ def _headline(number: int, rollout: Mapping[str, Any]) -> Text:
     if rollout["advantage"] is not None:
         facts.append(f"advantage {rollout['advantage']:+.2f}")
     facts += ["truncated"] if rollout["truncated"] else []
+    facts += [rollout["loop"]] if rollout.get("loop") else []
     if program := rollout.get("program"):
         own = {} if program["reward"] is None else {"own reward": program["reward"]}
         facts += [f"{name} {value:.6g}" for name, value in {**own, **program["metrics"]}.items()]

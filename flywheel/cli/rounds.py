@@ -80,8 +80,6 @@ def train_round(
     if adapter is None:
         expected = run_async(read_state(settings, partial(_forecast, settings, target), warn=False))
     if expected is not None and not as_json:
-        if settings.assumed:
-            typer.echo(escape_terminal(settings.assumed, one_line=True))
         typer.echo(forecast_text(expected))
     if force and not debug:
         shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings, target), warn=False))

@@ -96,14 +96,14 @@ def list_tasks(
         # Only an empty list explains itself by what can be chosen.
         choices = {} if total else task_list.choices(conn)
         # A list of all tasks also says which replies are none.
-        counts = () if conditions or as_json else ledger.counts_by_source(conn).values()
+        counts = () if conditions else ledger.counts_by_source(conn).values()
         skipped = sum((Counter(each.skipped) for each in counts), Counter[str]())
         return task_list.listed(conn, conditions, most), total, choices, skipped
 
     rows, total, choices, skipped = run_async(read_state(load_config(config), look))
     shown = [task_list.summary(row) for row in rows]
     if as_json:
-        print_json({"total": total, "tasks": shown})
+        print_json({"total": total, "tasks": shown, "skipped": None if conditions else dict(sorted(skipped.items()))})
         return
     if shown:
         _print(stdout(), escape_terminal(shown, one_line=True))

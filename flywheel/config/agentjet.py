@@ -39,6 +39,8 @@ HUB: Final = "huggingface_dat_repo"
 """The type of `task_reader` that reads a data set of the Hub, or a folder."""
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
+LOOPS: Final = "nonsense"
+"""The check in `compute_madness_checklist` that finds loops."""
 WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
 """The names that the workflow's key has had, the present one first."""
 DASHSCOPE: Final = "https://dashscope.aliyuncs.com/compatible-mode/v1"
@@ -171,6 +173,7 @@ def from_agentjet(
     readable = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
     if program := _program(settings, readable, _mapping(own.get("rollout")).get("agent"), root, attempted):
         made = merged(made, {"rollout": program})
+    _loops(_mapping(settings.get("rollout")), made, f"{root}.rollout", shown)
     _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", shown)
     if file is not None and section.get("filters"):
         put(made, "filter.chain", str(file))
@@ -361,6 +364,23 @@ def _program(
         "reward": {"rubric": 0, "workflow": 1},
         **({"reward_function": judge} if judge else {}),
     }
+
+
+def _loops(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:
+    """What a rollout gets whose message loops."""
+    keys = ("compute_madness_checklist", "agent_madness_reward")
+    if all(given.get(key) is None for key in keys):
+        return
+    checks, reward = (
+        value if (value := given.get(key)) is not None else _USED[f"rollout.{key}"].default[at]
+        for at, key in enumerate(keys)
+    )
+    checks = checks if isinstance(checks, list) else [checks]
+    put(made, "rollout.loop_reward", reward if LOOPS in checks else None)
+    for each in checks:
+        if each != LOOPS:
+            why = "loops are looked for, and a workflow or a rubric may check the rest"
+            log.warning("%s: without effect: %s.%s %s: %s", name, place, keys[0], each, why)
 
 
 def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:

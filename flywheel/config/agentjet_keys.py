@@ -51,6 +51,10 @@ MADE: Final[dict[str, Option]] = {
     "rollout.user_workflow, .agentscope_workflow, .agentscope_learn_protocol":
         Option(None, "rollout.agent.workflow, rollout.reward.rubric, rollout.reward.workflow",
                "the reward is then the workflow's or the judge's alone"),
+    "rollout.compute_madness_checklist, .agent_madness_reward":
+        Option((["nonsense"], -1.0), "rollout.loop_reward",
+               "with `nonsense`, of messages that loop and were cut off; other checks are without effect. Of a file"
+               " with neither, 0"),
     "task_judge.judge_type": Option("customized_protocol", "rollout.reward_function", "with `judge_protocol`"),
     "task_judge.judge_protocol": Option(None, "rollout.reward_function", "a workflow must be set"),
     "trainer_common.use_kl_loss, .kl_loss_coef":
@@ -91,8 +95,8 @@ UNUSED: Final[dict[str, Option]] = {
         Option((False, False), why="a workflow has the tools that it gives its agent"),
     "rollout.max_env_worker": Option(64, why="`rollout.workers` has the number of processes that run workflows"),
     "rollout.gamma": Option(1.0, why="all turns of a rollout have its reward"),
-    "rollout.compute_madness_checklist, .agent_madness_termination, .agent_madness_reward":
-        Option((["nonsense"], True, -1.0), why="a rollout is rewarded by its workflow, judge or rubric alone"),
+    "rollout.agent_madness_termination":
+        Option(True, why="a message that loops ends at its limit of tokens, and the workflow may go on"),
     "rollout.multi_turn.max_sample_per_task, .expected_steps":
         Option((30, 1), why="all turns of a rollout are trained on, and steps are counted in prompts"),
     "rollout.max_num_seqs": Option(10, why="vLLM's own default applies"),

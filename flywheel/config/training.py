@@ -589,6 +589,9 @@ class RolloutSettings(Section):
     reward_function: Function | None = None
     """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
     logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""
+    loop_reward: float | None = Field(default=0.0, allow_inf_nan=False)
+    """Reward of a rollout in which a message loops that was cut off at its limit of tokens, whoever rewards it, where
+    its own is not less. With `null`, it has its own. A loop that ended by itself is left to who rewards it."""
     max_turns: int = Field(default=16, gt=0)
     """Maximum messages of the policy in a rollout of `recorded` or of the user's agent; it then ends as truncated."""
     finish_tools: list[str] = ["generate_response"]

@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon import evaluation_log
-from flywheel.daemon.evaluation_answers import SCORE, Answers, answers_in
+from flywheel.daemon.evaluation_answers import Answers, answers_in
 from flywheel.daemon.file_round import RoundNames, adapter_in, base_model_of, read_tasks, require_packages, run_worker
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate
@@ -28,6 +28,7 @@ from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.daemon.rounds.round_tasks import round_tasks
 from flywheel.daemon.rounds.suites import require_grader
 from flywheel.errors import ConfigError
+from flywheel.judge.agent_metrics import SCORE
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
@@ -339,7 +340,11 @@ class _RemoteRun:
             alias = settings.model.alias
             trained = spec.target or alias
             program = ProgramSetup(
-                {trained: alias}, trained, rollout.max_turns, needs_reward=rollout.weights.workflow > 0
+                {trained: alias},
+                trained,
+                rollout.max_turns,
+                needs_reward=rollout.weights.workflow > 0,
+                rewards_loops=rollout.loop_reward is not None,
             )
             done(engine.use_program(spec.settings, program))
 

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
 from flywheel.errors import JudgeError, StoreError
-from flywheel.judge.agent_metrics import Attempt, measure
+from flywheel.judge.agent_metrics import SCORE, Attempt, measure, metric_of
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.records.ground_truth import ground_truth_of
 from flywheel.records.round import ANSWERS_FILE, RESULT_FILE, RoundResult, RoundTask
@@ -20,8 +20,6 @@ from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_directory import read_spec
 from flywheel.training.gate.metric_summary import CONFIDENCE, MetricSummary, MetricValue, summarise
 from flywheel.training.gate.paired_comparison import Paired, compare_criterion
-
-SCORE: Final = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,14 @@ class Answer:
         attempt = Attempt(line["steps"], line["answer"], accepted, failed=bool(failed), errors=task.errors)
         values: dict[str, float | None] = {SCORE: 0.0 if failed else line["reward"]}
         values |= measure(attempt, ground_truth_of(task.line or task.exchange.line))
-        values |= dict.fromkeys(criteria, 0.0) if failed else {}
-        values |= {each["criterion"]: each["value"] for each in line["criteria"]}
+        values |= dict.fromkeys(map(metric_of, criteria), 0.0) if failed else {}
+        values |= {metric_of(each["criterion"]): each["value"] for each in line["criteria"]}
         return cls(task, accepted, values, failed, line)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit ended it before it had any text: a reasoning model may use up its tokens before."""
+        return bool(self.line["truncated"]) and not self.failed and not self.line["answer"].strip()
 
 
 @dataclass(frozen=True, slots=True)

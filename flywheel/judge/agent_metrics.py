@@ -40,6 +40,9 @@ SHORT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """SAGE's short names."""
+SCORE: Final = "score"
+"""The score of the rubric, which `flywheel evaluate` shows beside the metrics."""
+_TAKEN: Final = frozenset({*METRICS, *SHORT_NAMES, SCORE, "retrieval", "all"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +65,29 @@ class Attempt:
     errors: Sequence[str] = ()
 
 
+def metric_of(criterion: str) -> str:
+    """The name of a criterion's values among metrics: its id, or `criterion:ID` if a metric can be asked for by that
+    id."""
+    return f"criterion:{criterion}" if criterion in _TAKEN else criterion
+
+
 def metric_names(requested: Iterable[str], criteria: Collection[str] = ()) -> tuple[str, ...]:
     """The full names of metrics, each once, in the order in which they were requested. `criteria` are the ids of a
-    rubric's criteria, which are metrics as well.
+    rubric's criteria, which are metrics as well (`metric_of`).
 
     Raises ConfigError for `retrieval` and for an unknown name.
     """
-    names = []
+    names, own = [], [metric_of(criterion) for criterion in criteria]
     for name in requested:
-        full = name if name in criteria else SHORT_NAMES.get(name, name)
+        full = SHORT_NAMES.get(name, name)
         if full == "retrieval":
             raise ConfigError(
                 "measure retrieval",
                 "it is SAGE's metric of searching a catalogue of tools, and replies show calls, not searches",
                 "Measure it with `flywheel retrieval evaluate`. tool_selection_accuracy is about the offered tools.",
             )
-        if full not in METRICS and full not in criteria:
-            close = difflib.get_close_matches(name, [*METRICS, *SHORT_NAMES, *criteria], n=1)
+        if full not in METRICS and full not in own:
+            close = difflib.get_close_matches(name, [*METRICS, *SHORT_NAMES, *own], n=1)
             hint = f"Did you mean {close[0]}? " if close else ""
             raise ConfigError(f"measure {name}", "there is no such metric", f"{hint}There are: {', '.join(METRICS)}.")
         names.append(full)

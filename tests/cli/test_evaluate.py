@@ -89,6 +89,19 @@ def test_a_model_at_an_endpoint_is_measured(evaluate: Callable[..., Ran], endpoi
     assert {request["model"] for request in endpoint.requests} == {"small"}
 
 
+def test_a_criterion_of_the_same_name_replaces_no_metric(evaluate: Callable[..., Ran], bench: Bench) -> None:
+    benchmark(bench, 4, metadata={"ground_truth": {"target_tools": ["search"]}})
+    bench.rubric(
+        [
+            {"id": "tool_accuracy", "type": "contains", "value": "good", "weight": 1},
+            {"id": "score", "type": "contains", "value": "bad", "weight": 1},
+        ]
+    )
+    found = {name: each["mean"] for name, each in evaluate("--json").json["metrics"].items()}
+    assert (found["tool_selection_accuracy"], found["criterion:tool_accuracy"]) == (0, 1)
+    assert (found["score"], found["criterion:score"]) == (0.5, 0)
+
+
 def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoint: Endpoint) -> None:
     thought = {"type": "thinking", "thinking": [{"type": "text", "text": "bad"}]}
     endpoint.reply = lambda *_: says("", content=[thought, {"type": "text", "text": "good: \\boxed{1}"}])
@@ -96,6 +109,86 @@ def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoin
     assert (found["accepted"], found["failed"]) == (10, 0)
     lines = (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()
     assert {json.loads(line)["answer"].strip() for line in lines} == {"good: \\boxed{1}"}
+
+
+def test_reasoning_in_an_answer_is_no_part_of_it(evaluate: Callable[..., Ran], endpoint: Endpoint) -> None:
+    """Where the answer begins with a start marker or has none: up to the first end marker."""
+    said = [
+        ("<think>bad</think>good: \\boxed{1}", "good: \\boxed{1}"),
+        ("\n<thinking>bad\n</thinking>\n\ngood: \\boxed{1}", "good: \\boxed{1}"),
+        ("bad</think>good: \\boxed{1}", "good: \\boxed{1}"),
+        ("[THINK]bad[/THINK]good", "good"),
+        ("◁think▷bad◁/think▷good", "good"),
+        ("<seed:think>bad</seed:think>good", "good"),
+        ("<|channel|>analysis<|message|>bad<|end|><|start|>assistant<|channel|>final<|message|>good", "good"),
+        # What stands behind the first end marker is the answer's own, and so are markers in a text.
+        ("<think>bad</think>good: </think> ends a thought", "good: </think> ends a thought"),
+        ("good: write <think>a thought</think> first", "good: write <think>a thought</think> first"),
+        ("<think>bad, and it never ends", ""),
+    ]
+    endpoint.reply = lambda request, _: says(said[int(question(request).split()[2])][0])
+    found = evaluate("--json").json
+    lines = (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()
+    answers = {line["task_id"]: line["answer"].strip() for line in map(json.loads, lines)}
+    assert answers == {f"t{number}": answer for number, (_, answer) in enumerate(said)}
+
+
+def cut(text: str) -> tuple[int, Any]:
+    """A message that ended at its limit of tokens."""
+    status, body = says(text)
+    return status, {**body, "choices": [{**body["choices"][0], "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(("text", "field"), [("<think>I think, and", {}), ("", {"reasoning": "I think, and"})])
+def test_answers_that_were_cut_off_without_text_are_named_and_miss_the_bar(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, text: str, field: dict[str, str]
+) -> None:
+    def reply(request: dict[str, Any], _: int) -> tuple[int, Any]:
+        status, body = cut(text)
+        body["choices"][0]["message"] |= field
+        return (status, body) if int(question(request).split()[2]) < 6 else says("good: \\boxed{1}")
+
+    endpoint.reply = reply
+    junit = bench.folder / "report.xml"
+    missed = evaluate("--json", "--fail-under", "0.1", "--junit", junit)
+    assert missed.code == EXIT_QUALITY, missed.err
+    assert (missed.json["cut_off"], missed.json["rejected"]) == (6, 6)
+    said = "6 of 10 answers of small were cut off without text: the endpoint's own limit of tokens"
+    assert said in missed.err and said in missed.json["quality"]["failures"][0]
+    assert "cut off without text" in junit.read_text()
+    without_bar = evaluate()
+    assert without_bar.code == 0, without_bar.err
+    assert f"warning: {said}" in without_bar.err
+
+
+def test_a_few_answers_that_were_cut_off_without_text_are_a_warning(
+    evaluate: Callable[..., Ran], endpoint: Endpoint
+) -> None:
+    endpoint.reply = lambda request, _: (
+        cut("" if "What is 3" in question(request) else "good, but it does not")
+        if int(question(request).split()[2]) < 5
+        else says("good: \\boxed{1}")
+    )
+    ran = evaluate("--json", "--quiet", "--fail-under", "0.1")
+    assert ran.code == 0, ran.err
+    assert ran.json["cut_off"] == 1
+    assert "warning: 1 of 10 answers of small was cut off without text" in ran.err
+
+
+def test_an_answer_that_its_turns_ended_names_their_setting(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    steps = [*made("search", "{}", "7 °C"), *made("search", "{}", "7 °C"), *made("search", "{}", "7 °C")]
+    row = {
+        "task_id": "Oslo",
+        "tools": [TOOL],
+        "messages": [{"role": "user", "content": "How cold?"}, *steps, {"role": "assistant", "content": "7"}],
+    }
+    (bench.folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    endpoint.reply = lambda *_: calls("search")
+    ran = evaluate("--json", "--set", "rollout.max_turns=2")
+    assert (ran.json["cut_off"], ran.code) == (1, 0), ran.err
+    assert "rollout.max_turns" in ran.err and "limit of tokens" not in ran.err
 
 
 @pytest.mark.slow
@@ -331,6 +424,51 @@ def test_an_agent_of_ones_own_answers(evaluate: Callable[..., Ran], endpoint: En
     assert {line["answer"] for line in lines if not line["error"]} == {"good: \\boxed{1} (checked)"}
     [why] = {line["error"] for line in lines if line["error"]}
     assert "the shop is closed" in why
+
+
+LOOP = "good: \\boxed{1}. " + "I say it once more. " * 60
+
+
+def test_an_answer_that_loops_to_its_limit_has_the_score_0(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    endpoint.reply = lambda request, _: (cut if "What is 3" in question(request) else says)(LOOP)
+    found = evaluate("--json").json
+    assert found["metrics"]["score"]["mean"] == pytest.approx(0.9)
+    lines = map(json.loads, (Path(found["directory"]) / "answers.jsonl").read_text().splitlines())
+    assert {line["task_id"]: line["loop"] for line in lines if line["loop"]} == {
+        "t3": "'. I say it once more' is repeated 60 times"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "score"), [("0.0", 0.0), ("-1", -1.0), ("null", 1.0)])
+def test_the_reward_of_a_workflow_is_checked_too(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, setting: str, score: float
+) -> None:
+    """Its second message is right. The first one looped to its limit of tokens."""
+    endpoint.reply = lambda _, before: cut(LOOP) if before == 0 else says("good: \\boxed{1}")
+    benchmark(bench, 1)
+    (bench.folder / "agent.py").write_text(
+        "import json, urllib.request\n"
+        "async def run(task, model):\n"
+        "    model = task['openai']\n"
+        "    for text in (task['main_query'], 'Again, in short.'):\n"
+        "        asked = [{'role': 'user', 'content': text}]\n"
+        "        body = json.dumps({'model': model['model'], 'messages': asked}).encode()\n"
+        "        headers = {'Content-Type': 'application/json'}\n"
+        "        sent = urllib.request.Request(model['base_url'] + '/chat/completions', body, headers)\n"
+        "        with urllib.request.urlopen(sent) as answer:\n"
+        "            said = json.load(answer)['choices'][0]['message']['content']\n"
+        "    return {'reward': 1.0 if 'boxed{1}' in said else 0.0}\n"
+    )
+    ran = evaluate(
+        "--workflow", bench.folder / "agent.py:run", "--json", "--set", "rollout.reward={rubric: 0, workflow: 1}",
+        "--set", f"rollout.loop_reward={setting}",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["metrics"]["score"]["mean"] == score
+    assert len(endpoint.requests) == 2
 
 
 @pytest.mark.slow

@@ -86,6 +86,23 @@ def test_replies_are_measured_against_it(bench: Bench) -> None:
     assert (found["cold"]["mean"], found["cold"]["count"]) == (1, 5)
 
 
+def test_a_criterion_of_the_same_name_replaces_no_metric(bench: Bench) -> None:
+    """SAGE's metrics with a rubric that has criteria by their names: a policy that calls no tool is no good one."""
+    file = bench.folder / "replies.jsonl"
+    file.write_text("".join(json.dumps(line(name, (), ground_truth=TRUTH)) + "\n" for name in ("one", "two")))
+    named = ("tool_accuracy", "efficiency", "tool_selection_accuracy")
+    bench.rubric([{"id": name, "type": "contains", "value": "°C"} for name in named])
+    metrics = bench.filter("--dry-run", "--tasks", str(file), "--metrics", "tool_accuracy,efficiency")["metrics"]
+    assert {name: each["mean"] for name, each in metrics.items()} == {
+        "tool_selection_accuracy": 0,
+        "step_efficiency": 1,
+    }
+    found = bench.filter("--dry-run", "--tasks", str(file), "--metrics", "all")["metrics"]
+    assert {f"criterion:{name}" for name in named} < set(found)
+    assert {found[f"criterion:{name}"]["mean"] for name in named} == {1}
+    assert found["tool_selection_accuracy"]["mean"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -94,6 +94,12 @@ def test_of_the_users_agent_its_own_reward_and_metrics_are_shown(flywheel: Run, 
     assert [each["program"] for each in group["rollouts"]] == [done, bad]
 
 
+def test_a_loop_says_what_is_repeated(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", rollout(reward=0.0, truncated=True, loop="'so' is repeated 99 times"))
+    shown = flywheel("rollouts", "r0007").out
+    assert "  1. reward 0.00, advantage -0.87, truncated, 'so' is repeated 99 times, seed 7\n" in shown
+
+
 def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
     miss = rollout(reward=None, advantage=None, criteria=[], dropped="misses", error="no recorded result for add({})")
     write(folder / "state", miss, rollout(task_id="t-2", group=1, advantage=None, dropped="spread"))

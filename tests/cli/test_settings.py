@@ -171,9 +171,26 @@ def test_what_agentjet_takes_is_said_with_the_settings_and_at_the_start_of_a_run
     )
     assert said in flywheel("run", "--once", "-c", file).err
     assert said in flywheel("filter", "-c", file).err
-    assert said in flywheel("round", "-c", file).out
+    # Before a question is asked, also where stdout is JSON.
+    (tmp_path / "tasks.jsonl").write_text('{"main_query": "Who?", "answer": "Goethe", "verdict": "accept"}\n')
+    (tmp_path / "rubric.yaml").write_text("id: r\ncriteria: [{id: right, value: It is right.}]\n")
+    adapter, labels = ("--adapter", tmp_path / "adapter"), ("--labels", tmp_path / "tasks.jsonl")
+    for command in (
+        ("round", "-c", file),
+        ("round", "-c", file, "--json"),
+        ("round", "-c", file, *adapter),
+        ("round", "-c", file, *adapter, "--json"),
+        ("evaluate", "-c", file, "--model", "base", "--benchmark", tmp_path / "tasks.jsonl", "--estimate", "--json"),
+        ("rubric", "calibrate", tmp_path / "rubric.yaml", *labels, "-c", file),
+        ("rubric", "calibrate", tmp_path / "rubric.yaml", *labels, "-c", file, "--json"),
+        ("rubric", "suggest", *labels, "-c", file),
+    ):
+        ran = flywheel(*command)
+        assert (ran.err.count(said), ran.out.count(said)) == (1, 0), command
+        assert "--json" not in command or isinstance(ran.json, dict)
+    assert said not in flywheel("status", "-c", file).err
     file.write_text("model: {base: some/model}\nstate: {dir: other}\nsources: []\n")
-    assert "AgentJet" not in flywheel("round", "-c", file).out
+    assert "AgentJet" not in flywheel("round", "-c", file).err
 
 
 def test_a_database_of_agentjets_that_is_not_there_is_an_error(flywheel: Run, tmp_path: Path) -> None:

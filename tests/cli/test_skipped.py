@@ -52,8 +52,13 @@ def test_the_list_of_tasks_says_which_replies_are_none(flywheel: Run, tmp_path: 
         f"2 replies are no task: no_answer. {REMEDY}",
         f"1 reply is no task: no_query. {REMEDIES[SkipReason.NO_QUERY]}",
     ]
+    assert flywheel("tasks", "--json").json == {"total": 0, "tasks": [], "skipped": {"no_answer": 2, "no_query": 1}}
     write_lines(path, *UNANSWERED[:2], {"question": "Who?", "answer": "Goethe"})
     assert flywheel("ingest").code == 0
+    found = flywheel("tasks", "--json").json
+    assert (found["total"], found["skipped"]) == (1, {"no_answer": 2, "no_query": 1})
+    # Of a selection nobody knows which replies would be in it.
+    assert flywheel("tasks", "--json", "--state", "pending").json["skipped"] is None
     said = flywheel("tasks").out.splitlines()
     assert any(REMEDY in line for line in said) and said[-1] == "1"
     assert "no task" not in flywheel("tasks", "--state", "pending").out

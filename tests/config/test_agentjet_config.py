@@ -171,6 +171,17 @@ AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
         ({"trainer_common": {"use_kl_loss": True}}, "training.beta", 0.002),
         ({"trainer_common": {"use_kl_loss": False, "kl_loss_coef": 0.03}}, "training.beta", 0),
         ({"trainer_common": {}}, "training.beta", 0),
+        ({}, "rollout.loop_reward", 0),
+        ({"rollout": {"agent_madness_reward": -0.5}}, "rollout.loop_reward", -0.5),
+        ({"rollout": {"agent_madness_reward": 0.0}}, "rollout.loop_reward", 0),
+        ({"rollout": {"compute_madness_checklist": ["nonsense"]}}, "rollout.loop_reward", -1),
+        ({"rollout": {"compute_madness_checklist": []}}, "rollout.loop_reward", None),
+        ({"rollout": {"compute_madness_checklist": ["wrong_toolcall"]}}, "rollout.loop_reward", None),
+        (
+            {"rollout": {"compute_madness_checklist": ["wrong_toolcall", "nonsense"], "agent_madness_reward": -2}},
+            "rollout.loop_reward",
+            -2,
+        ),
         ({"debug": {"debug_first_n_tasks": 3}}, "training.debug_prompts", 3),
         ({"task_judge": {"alien_llm_model": "other"}}, "judge.model", "other"),
         ({"task_judge": {"alien_llm_response_length": 99}}, "judge.max_tokens", 99),
@@ -195,6 +206,13 @@ def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, roo
     if isinstance(expected, str):
         found, expected = str(found), expected.format(root=tmp_path)
     assert found == expected
+
+
+def test_a_check_other_than_for_loops_is_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checks = {"compute_madness_checklist": ["wrong_toolcall", "nonsense"]}
+    read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}, "rollout": checks}})
+    [said] = [each for each in caplog.messages if "compute_madness_checklist" in each]
+    assert "without effect: ajet.rollout.compute_madness_checklist wrong_toolcall" in said
 
 
 def translated(settings: dict[str, Any], **own: Any) -> Any:

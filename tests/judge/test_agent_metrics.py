@@ -250,7 +250,16 @@ def test_a_call_without_a_result_has_no_known_error() -> None:
 def test_sages_short_names_are_metrics() -> None:
     assert metric_names([*SHORT_NAMES, *METRICS]) == tuple(METRICS)
     assert metric_names(["timing", "planning", "plan_success"]) == ("timing_precision", "plan_success_rate")
-    assert metric_names(["timing", "polite"], criteria={"polite", "timing"}) == ("timing", "polite")
+    assert metric_names(["timing", "polite"], criteria={"polite"}) == ("timing_precision", "polite")
+
+
+def test_a_criterion_with_the_name_of_a_metric_does_not_take_its_place() -> None:
+    clashing = {"timing", "step_efficiency", "score"}
+    assert metric_names(["timing", "step_efficiency"], clashing) == ("timing_precision", "step_efficiency")
+    own = tuple(f"criterion:{name}" for name in sorted(clashing))
+    assert metric_names(own, clashing) == own
+    with pytest.raises(ConfigError, match="cannot measure criterion:polite: there is no such metric"):
+        metric_names(["criterion:polite"], {"polite"})
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def restored(line: Mapping[str, Any], request: RolloutRequest, weights: RewardWe
         turns=line["turns"],
         forks=line["forks"],
         truncated=line["truncated"],
+        loop=line.get("loop", ""),
         error="" if verdict is not None else line["error"],
         run=None if run is None else RunResult(run["reward"], metrics=run["metrics"], seconds=run["seconds"]),
         cause=(run and run["failure"]) or "",

@@ -144,6 +144,7 @@ class Completion:
         turns: Number of messages that the policy generated.
         forks: Number of turns whose prompts do not continue an earlier one.
         truncated: Whether it reached a limit of tokens, turns or time.
+        loop: What a message repeats that was cut off at its limit of tokens, in words; empty if none does.
         error: Why there is nothing to grade; empty if there is.
         run: What the user's agent returned, if it is one.
         cause: Why the user's agent failed, in a word: a `FailureCause`, or `no_calls`. There is an `error` then, too.
@@ -159,6 +160,7 @@ class Completion:
     turns: int = 1
     forks: int = 0
     truncated: bool = False
+    loop: str = ""
     error: str = ""
     run: RunResult | None = None
     cause: str = ""
@@ -199,6 +201,7 @@ def reply(
     *,
     texts: Sequence[str | None] = (),
     truncated: bool = False,
+    loop: str = "",
     error: str = "",
 ) -> Completion:
     """A completion of one message, given its tokens with the one that ends the turn, and their `texts` if known."""
@@ -209,15 +212,17 @@ def reply(
         (*(None for _ in before), *logprobs),
     )
     of_prompt, own = prompt.texts or [None] * len(before), texts or [None] * len(token_ids)
-    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated, error=error)
+    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated, loop=loop, error=error)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardWeights:
-    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout."""
+    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout; and the most that
+    one with a loop gets (`rollout.loop_reward`)."""
 
     rubric: float = 1.0
     program: float = 0.0
+    loop: float | None = 0.0
 
     def mean(self, score: float | None, own: float | None) -> float | None:
         """The weighted mean; None if a part with a weight is missing."""
@@ -240,11 +245,13 @@ class Rollout:
     @property
     def reward(self) -> float | None:
         """The reward: the verdict's score, or of the user's agent the weighted mean of score and own reward. None
-        when the judge, the engine or the agent failed."""
-        score, run = None if self.verdict is None else self.verdict.score, self.completion.run
-        if run is None:
-            return score
-        return None if self.completion.error else self.weights.mean(score, run.reward)
+        when the judge, the engine or the agent failed. A loop needs nobody who rewards it."""
+        found, run = None if self.verdict is None else self.verdict.score, self.completion.run
+        if run is not None:
+            found = None if self.completion.error else self.weights.mean(found, run.reward)
+        if not self.completion.loop or (most := self.weights.loop) is None:
+            return found
+        return most if found is None else min(found, most)
 
     @property
     def missed(self) -> bool | None:
@@ -433,6 +440,7 @@ class RolloutBatch:
             "rollouts_lost": self.lost,
             "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),
             "truncated_share": mean([float(completion.truncated) for completion in done]),
+            "looped": sum(bool(rollout.completion.loop) for rollout in self.rollouts),
             "turns_mean": mean([each.completion.turns for each in ended]),
             "forks": sum(each.completion.forks for each in ended),
             **({"tools": tool_metrics([completion.calls for completion in recorded])} if recorded else {}),

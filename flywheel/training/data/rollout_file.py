@@ -386,6 +386,7 @@ def _graded(rollout: Rollout) -> dict[str, Any]:
         "steps": list(rollout.completion.steps),
         "answer": rollout.completion.text,
         "truncated": rollout.completion.truncated,
+        "loop": rollout.completion.loop,
         "reward": rollout.reward,
         "criteria": [
             {

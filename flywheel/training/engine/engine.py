@@ -25,6 +25,7 @@ from typing import Any
 import ray
 
 from flywheel.errors import TrainError
+from flywheel.judge.rubric.checks.degenerate import find_loop
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
@@ -330,6 +331,7 @@ class Engine(RolloutEngine, RoundActor):
             texts=[each.decoded_token or "" for each in drawn],
             # No finish reason: the timeout was reached.
             truncated=output.finish_reason in ("length", None),
+            loop=await asyncio.to_thread(find_loop, output.text) if output.finish_reason == "length" else "",
             error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from flywheel.errors import EndpointError, FlywheelError
+from flywheel.judge.answer import REASONING_END
 from flywheel.records.trace import get_path
 from flywheel.system.http_client import CallError, ModelHttpClient, retrying
 from flywheel.system.signals import in_daemon_thread
@@ -44,6 +46,10 @@ OF_ENGINE: Final = (
     "model", "n", "seed", "logprobs", "top_logprobs", "return_token_ids", "include_reasoning",
 )  # fmt: skip
 """What a session adds to requests for its own engine; some endpoints reject it."""
+_REASONING_START: Final = re.compile(
+    r"<(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[THINK\]|◁think▷|<\|channel\|>analysis<\|message\|>",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,8 @@ class RemoteApplication:
 
 
 def _in_form_of_vllm(body: bytes) -> dict[str, Any]:
-    """A response with empty token ids. Raises CallError if it is no chat completion."""
+    """A response with empty token ids, and with reasoning beside the content. Raises CallError if it is no chat
+    completion."""
     try:
         found = json.loads(body)
         choice, *_ = found["choices"]
@@ -153,10 +160,23 @@ def _in_form_of_vllm(body: bytes) -> dict[str, Any]:
         text = " ".join(body[:300].decode("utf-8", "replace").split())
         raise CallError(f"it answered what is no chat completion: {text}") from None
     message = {"role": "assistant", **{name: value for name, value in message.items() if value is not None}}
+    reasoning, text = _split_reasoning(content or "")
+    if reasoning:
+        message |= {"reasoning": reasoning, "content": text}
     if not calls:
         message.pop("tool_calls", None)
     own = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": choice.get("finish_reason")}
     return {**found, "prompt_token_ids": [], "choices": [{**choice, **own, "message": message}]}
+
+
+def _split_reasoning(content: str) -> tuple[str, str]:
+    """The reasoning and the answer of a content that may begin with reasoning, also without its start marker, which
+    some servers send with the prompt. A marker that stands after other text is a quotation."""
+    start, end = _REASONING_START.search(content), REASONING_END.search(content)
+    begins = start is not None and not content[: start.start()].strip()
+    if begins and end is None:
+        return content, ""
+    return (content[: end.end()], content[end.end() :]) if end and (begins or start is None) else ("", content)
 
 
 class RemoteEngine(RolloutEngine):

@@ -77,7 +77,7 @@ class Collector:
             max_thread=settings.judge.max_thread,
             timeout_seconds=_batch_seconds(settings),
             meter=meter,
-            weights=RewardWeights(reward.rubric, reward.workflow),
+            weights=RewardWeights(reward.rubric, reward.workflow, settings.rollout.loop_reward),
             store=store,
             calls=calls,
         )

@@ -4,6 +4,7 @@ are what is trained on.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from flywheel.records.program_run import RunResult
 from flywheel.records.trace import ChatMessage
+from flywheel.training.data.loops import cut_loop
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
 from flywheel.training.data.samples import CallTokens, Timelines, timelines
 from flywheel.training.program.agent_program import ModelEndpoint
@@ -29,6 +31,7 @@ class ProgramSetup:
         frozen: The adapters of the others by those names; None is the base model.
         max_turns: Calls of the model that is trained.
         needs_reward: Whether a rollout without a reward of the program is worth nothing.
+        rewards_loops: Whether a loop that was cut off decides the reward, also where the program failed on it.
     """
 
     models: Mapping[str, str]
@@ -36,6 +39,7 @@ class ProgramSetup:
     max_turns: int
     frozen: Mapping[str, LoadedAdapter | None] = field(default_factory=dict)
     needs_reward: bool = False
+    rewards_loops: bool = True
 
 
 class RecordingSession(Protocol):
@@ -58,16 +62,18 @@ async def roll_out(
     """The completion of a request whose task is done by the user's agent, which reaches the `session` at `url`.
 
     A run that fails after the rollout reached a limit is truncated: its last message is the answer, unless only the
-    program could say what that is worth.
+    program could say what that is worth. So is one that fails on a message that loops.
     """
     endpoints = {target: ModelEndpoint(url, name, API_KEY) for target, name in setup.models.items()}
     run = await run_program(request.prompt.task.line, endpoints, setup.trained)
     calls = session.calls
     made = timelines(calls)
+    loop = await asyncio.to_thread(cut_loop, calls)
     is_cut = session.is_truncated or (bool(calls) and calls[-1].finish_reason == "length")
     if run.cause is not None:
-        is_cut = is_cut or session.is_full
-        if not calls or not is_cut or setup.needs_reward:
+        is_decided = bool(loop) and setup.rewards_loops
+        is_cut = is_cut or session.is_full or is_decided
+        if not calls or not is_cut or (setup.needs_reward and not is_decided):
             return _failed(run, made, run.cause, f"the agent failed ({run.cause}): {run.error}", truncated=is_cut)
     if not calls:
         why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
@@ -82,6 +88,7 @@ async def roll_out(
         turns=len(calls),
         forks=made.forks,
         truncated=is_cut,
+        loop=loop,
         run=run,
         system_prompts=_system_prompts(made),
     )

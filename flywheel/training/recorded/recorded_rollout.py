@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol
 
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, SharedRecordings, ToolResult, finish_answer
 from flywheel.records.trace import ChatMessage, get_path
+from flywheel.training.data.loops import cut_loop
 from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Completion, RolloutRequest
 from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.recorded.recordings import TraceResults, call_key, tools_by_name, trace_results
@@ -299,6 +300,7 @@ async def roll_out(request: RolloutRequest, session: ChatSession, setup: ToolSet
         turns=len(calls),
         forks=made.forks,
         truncated=not error and loop.end is End.TRUNCATED,
+        loop=await asyncio.to_thread(cut_loop, calls),
         error=error,
     )
 

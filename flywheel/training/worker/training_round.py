@@ -192,6 +192,7 @@ class Round:
             frozen=self._frozen,
             max_turns=config.rollout.max_turns,
             needs_reward=config.rollout.weights.workflow > 0,
+            rewards_loops=config.rollout.loop_reward is not None,
         )
         settings = config.model_dump(mode="json")
         found, *_ = ray_cluster.everywhere(self.engines, lambda engine: engine.use_program.remote(settings, setup))

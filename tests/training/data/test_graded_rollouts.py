@@ -61,6 +61,7 @@ def completions(draw: st.DrawFn) -> Completion:
         turns=draw(st.integers(1, 4)),
         forks=draw(st.integers(0, 2)),
         truncated=draw(st.booleans()),
+        loop=draw(st.sampled_from(["", "'again' is repeated 40 times"])),
         run=run,
         system_prompts=tuple(draw(st.lists(texts, max_size=2))),
     )

@@ -11,6 +11,7 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.rollout import (
     Completion,
+    RewardWeights,
     Rollout,
     RolloutBatch,
     deviation,
@@ -51,6 +52,17 @@ def test_too_many_undecided_end_the_step_and_can_be_tried_again() -> None:
     # 0.29 * 100 is below 29 in floating point.
     batch([None] * 29 + [1] * 71).refuse_undecided(0.29)
     RolloutBatch(tuple([failed(0)] * 29 + [rollout(0, 1)] * 71)).refuse_failed(0.29)
+
+
+def test_a_loop_has_reward_0_whatever_the_judge_said_and_is_counted() -> None:
+    rollouts = [rollout(0, score) for score in (1, 0.5, None, 1)]
+    looped = [replace(each.completion, loop="'so' is repeated 99 times") for each in rollouts[:3]]
+    some = RolloutBatch(
+        (*(replace(each, completion=one) for each, one in zip(rollouts, looped, strict=False)), rollouts[3])
+    )
+    assert (some.rewards, some.undecided, some.summary()["looped"]) == ([0, 0, 0, 1], 0, 3)
+    kept = RolloutBatch(tuple(replace(each, weights=RewardWeights(loop=None)) for each in some.rollouts))
+    assert (kept.rewards, kept.undecided, kept.summary()["looped"]) == ([1, 0.5, 1], 1, 3)
 
 
 def test_nothing_decided_has_no_mean() -> None:

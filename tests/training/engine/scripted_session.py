@@ -83,6 +83,7 @@ class ScriptedSession:
                 identity_of(body),
                 message_identity(message),
                 finish_reason=reason,
+                answer=message,
             )
         )
         return Reply(200, {"choices": [{"message": message, "finish_reason": reason}]})

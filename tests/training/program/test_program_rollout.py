@@ -123,6 +123,40 @@ async def test_a_call_that_was_cut_truncates() -> None:
     assert not (await made(RunResult(response="It is 7."), call(QUESTION), is_full=True)).truncated
 
 
+LOOP = "Wait, I have to look again. " * 80
+LOOPS: list[dict[str, Any]] = [
+    {"content": LOOP},
+    {"content": "", "reasoning": LOOP},
+    {"content": None, "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": f'{{"a": "{LOOP}'}}]},
+]
+
+
+@pytest.mark.parametrize("message", LOOPS, ids=["content", "reasoning", "arguments"])
+async def test_a_loop_in_any_message_costs_the_reward(message: dict[str, Any]) -> None:
+    """Also under the reward of the workflow, which may find its answer in front of the loop."""
+    cut = call(QUESTION, says={"role": "assistant", **message}, finish_reason="length")
+    found = await made(RunResult(reward=1.0, response="It is 7."), cut, call(QUESTION, says="It is 7."))
+    assert "is repeated" in found.loop and not found.truncated
+    own = RewardWeights(0, 1)
+    for weights, reward in ((own, 0.0), (replace(own, loop=-1.0), -1.0), (replace(own, loop=None), 1.0)):
+        assert Rollout(request(), found, None, weights).reward == reward
+    less = await made(RunResult(reward=-2.0, response="7"), cut)
+    assert Rollout(request(), less, None, own).reward == -2.0
+    ended = await made(RunResult(reward=1.0, response="7"), replace(cut, finish_reason="stop"))
+    assert (ended.loop, Rollout(request(), ended, None, own).reward) == ("", 1.0)
+
+
+async def test_an_agent_that_fails_on_a_loop_has_the_reward_of_one() -> None:
+    result = RunResult(cause="raised", error="JSONDecodeError")
+    cut = call(QUESTION, says=LOOP, finish_reason="length")
+    setup, weights = replace(SETUP, needs_reward=True), RewardWeights(0, 1)
+    found = await made(result, cut, call(QUESTION), setup=setup)
+    rollout = Rollout(request(), found, None, weights)
+    assert (found.cause, found.truncated, rollout.reward, rollout.failure) == ("", True, 0.0, "")
+    left = await made(result, cut, call(QUESTION), setup=replace(setup, rewards_loops=False))
+    assert (left.cause, Rollout(request(), left, None, replace(weights, loop=None)).reward) == ("raised", None)
+
+
 @pytest.mark.parametrize(
     ("weights", "reward"),
     [

@@ -109,6 +109,19 @@ def test_recorded_failures_are_those_that_the_task_names() -> None:
     assert completion.steps[1]["status"] == "error"
 
 
+LOOP = "It is the sum of the sum. " * 40
+
+
+def test_a_message_that_loops_is_one_only_where_its_tokens_ended_it() -> None:
+    cut, _ = run(answered(LOOP), max_tokens=900)
+    assert (cut.truncated, cut.text) == (True, LOOP[:900])
+    assert "is repeated 34 times" in cut.loop
+    ended, _ = run(answered(LOOP), max_tokens=2000, context=5000)
+    assert (ended.truncated, ended.loop) == (False, "")
+    long, _ = run(answered("".join(f"{n}, " for n in range(300))), max_tokens=900)
+    assert (long.truncated, long.loop) == (True, "")
+
+
 def test_a_finish_tool_is_the_answer() -> None:
     completion, _ = run(said(call("add", {"a": 1})), said(call("generate_response", {"response": "It is 1."})))
     assert (completion.text, completion.turns, completion.error) == ("It is 1.", 2, "")

@@ -1,4 +1,5 @@
-"""The check `degenerate`: an endless loop, a tool call that became text, or broken encoding.
+"""The check `degenerate`: an endless loop, a tool call that became text, or broken encoding. And loops in messages
+that were cut off, which cost a rollout its reward.
 
 Songs, tables, logs and code repeat themselves too. What counts as a loop is how often and how much is repeated.
 """
@@ -35,6 +36,8 @@ _TOKEN: Final = re.compile(
     r"[^\W\d_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|\d+|[^\s]", re.UNICODE
 )
 _NUMBER: Final = re.compile(r"\d+")
+_SENTENCE_END: Final = re.compile(r"[^\W\d_] ?[.!?。！？]")
+_DATA: Final = re.compile(r"\s*(?:\{|\[\s*[\[{\"])")
 _TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
 
 
@@ -51,6 +54,29 @@ def check_degenerate(_criterion: Criterion, exchange: Exchange, _rubric: Rubric 
     prose, code = split(exchange.answer)
     problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
     return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
+
+
+LONGEST: Final = 200_000
+"""Characters at the end of a message in which a loop is looked for."""
+
+
+def find_loop(message: str) -> str:
+    """What a message that was cut off repeats without end, as a reason; empty if nothing is.
+
+    Beyond the criterion's loops these are sentences on one line that differ only in their numbers. Data that was cut
+    off is no JSON any more, and no prose either.
+    """
+    text = message[-LONGEST:]
+    prose, code = ("", text) if _DATA.match(text) else split(text)
+    if found := _find_loop(prose, code):
+        return found
+    for run in _longest_runs([_NUMBER.sub("#", token) for token in _TOKEN.findall(prose)], " ", 400):
+        # Counted from its middle on, a unit may end before its last sentence does.
+        is_prose = _SENTENCE_END.search(f"{run.unit} {run.unit}") and not set(run.unit) & set('{}[]|<>="')
+        letters = min(40, sum(map(str.isalpha, run.unit)))
+        if "#" in run.unit and is_prose and run.times * letters >= 1000:
+            return _repeated(run)
+    return ""
 
 
 def written_call(prose: str) -> str:
