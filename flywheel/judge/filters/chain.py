@@ -77,7 +77,7 @@ class ChainFile(Section):
     """What it is for."""
     keep_order: bool = False
     """Run the filters in the order of the file, even if the judge is called for tasks that a later one rejects."""
-    filters: list[FilterEntry]
+    filters: list[FilterEntry] = Field(max_length=64)
     """The filters."""
 
 
