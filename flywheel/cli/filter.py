@@ -533,13 +533,13 @@ def case_of(judged: TaskResult, rubric: Rubric) -> Case:
     from flywheel.records.verdict import Outcome
     from flywheel.store.verdicts import CHAIN
 
-    if judged.verdict is None and not judged.held:
+    verdict = judged.verdict
+    if verdict is None and not judged.held:
         return Case(rubric.id, judged.task.key, CaseOutcome.UNDECIDED, reason=judged.error)
-    is_rejected = judged.verdict is None or judged.verdict.outcome is Outcome.REJECTED
-    if is_rejected and (judged.verdict is None or judged.rubric_hash.startswith(CHAIN)):
-        reason = judged.verdict.reason if judged.verdict else "a burst of near-identical questions"
+    if verdict is None or (verdict.outcome is Outcome.REJECTED and judged.rubric_hash.startswith(CHAIN)):
+        reason = verdict.reason if verdict else "a burst of near-identical questions"
         return Case(rubric.id, judged.task.key, CaseOutcome.FILTERED, reason=reason)
-    return Case.of(rubric.id, judged.task.key, judged.verdict)
+    return Case.of(rubric.id, judged.task.key, verdict)
 
 
 def accepted_json(compared: Sequence[Compared]) -> dict[str, Any]:

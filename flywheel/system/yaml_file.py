@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
             if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER:
                 raise ValueError(f"a number has more than {MAX_NUMBER} characters")
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except (ValueError, LookupError, AttributeError) as error:
             # What the library raises for a value that its tag does not allow, such as `!!int ""`.
             why = (
                 str(error) if isinstance(error, ValueError) else f"it cannot be read as {node.tag.rpartition(':')[2]}"

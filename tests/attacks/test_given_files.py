@@ -53,6 +53,7 @@ GROWING = {
     "a number in base 16": (f"judge: {{max_thread: 0x{'f' * 10_000}}}", "a number has more than 100"),
     "an empty number": ('judge: {max_thread: !!int ""}', "line 1, column 21: it cannot be read as int"),
     "a word as a truth value": ("judge: {allow_self: !!bool x}", "it cannot be read as bool"),
+    "a word as a time": ("retention: {keep_days: !!timestamp x}", "it cannot be read as timestamp"),
     "sources": ("sources:\n" + "- {path: /x.sqlite}\n" * 10_000, "`sources`: it must have 256 or fewer items"),
     "targets": (
         "targets:\n" + "".join(f"  t{number}: {{}}\n" for number in range(1000)),

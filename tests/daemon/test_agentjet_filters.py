@@ -106,18 +106,20 @@ async def test_the_judge_decides_again_when_it_is_enabled_and_the_chain_when_it_
 async def test_what_a_chain_without_judge_rejected_is_filtered_again_when_what_it_repeats_is_gone(
     store: Store, paste: Paste, judge: JudgeServer
 ) -> None:
-    await tell(store, *questions(WORDY.format(3), WORDY.format(3)))
+    await tell(store, *questions(*[WORDY.format(3)] * 3))
     config = paste(DEDUPLICATION, NO_JUDGE)
     await run(store, config)
+    assert await states(store) == ["accepted", "rejected", "rejected"]
 
     def put_back(conn: Connection) -> None:
         move(conn, 1, TaskState.ACCEPTED, TaskState.HELD)
         claims.reject_held(conn, [1])
-        move(conn, 2, TaskState.REJECTED, TaskState.PENDING)
+        for number in (2, 3):
+            move(conn, number, TaskState.REJECTED, TaskState.PENDING)
 
     await store.write(put_back)
     await run(store, config)
-    assert await states(store) == ["rejected", "accepted"]
+    assert await states(store) == ["rejected", "accepted", "rejected"]
     assert judge.calls == 0
 
 
