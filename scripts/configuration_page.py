@@ -25,6 +25,13 @@ default, but there is no default judge: replies are sent to none before `judge.b
 unknown key, or one that is written twice, is an error that names its path. `~` expands, relative paths are relative
 to the file, and secrets are never in it: it names the environment variables that hold them.
 
+A configuration, rubric or chain from somebody else cannot take all time or memory. It is a file, also behind links,
+or a pipe that is written to its end within 10 s, and has at most 4 MB, 100,000 values (aliases and merges count as
+what they stand for), 64 levels, and 100 characters in a number. Another program's file has at most 500
+interpolations; each has at most 10,000 characters, before and after, and at most 8 follow from each other. There are
+at most 256 `sources`, 64 `targets`, 64 filters, and 256 criteria and 1,000 examples of a rubric. What exceeds a limit
+is an error that names it.
+
 `--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted
 path (`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file
 (`ajet.model.path`). VALUE is YAML and replaces all that stands there. `flywheel config show` prints each setting in

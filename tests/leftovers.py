@@ -128,7 +128,7 @@ def end_idle_children() -> None:
     """What keeps children for its next use, until this process ends, starts new ones then."""
     if python_check := sys.modules.get("flywheel.judge.rubric.checks.python_check"):
         python_check.load.cache_clear()
-    for name in ("flywheel.judge.rubric.checks.math_equal", "flywheel.system.json_schema"):
+    for name in ("flywheel.judge.rubric.checks.math_equal", "flywheel.system.limited_call"):
         idle = sys.modules[name]._children._idle if name in sys.modules else []
         while idle:
             idle.pop().end()

@@ -298,7 +298,7 @@ async def _filter(options: _Options) -> _Judged:
     async with _state(options) as store:
         filtering = _filtering(store, options)
         total = await filtering.count(limit=options.limit, rejudge=options.rejudge)
-        expected = await _forecast(store, options, total)
+        expected = await _forecast(store, options, 0 if filtering.by_chain else total)
         prices = options.config.judge.prices
         if options.dry_run and not options.quiet and 0 < total <= PREVIEWED:
             preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
@@ -313,7 +313,8 @@ async def _filter(options: _Options) -> _Judged:
             def on_judged(judged: TaskResult) -> None:
                 # Only --json reports the estimated tokens of each task, which take time to compute.
                 grader = filtering.grader_of(judged)
-                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if options.as_json else 0
+                is_estimated = options.as_json and not filtering.by_chain
+                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if is_estimated else 0
                 shown[judged.task.id] = verdict_json(judged, filtering, tokens)
                 cases[judged.task.id] = case_of(judged, grader.rubric)
                 if metrics is not None:
@@ -528,15 +529,17 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
 
 
 def case_of(judged: TaskResult, rubric: Rubric) -> Case:
-    """The case of a task: filtered if the chain decided it, undecided if it is a dead letter."""
+    """The case of a task: filtered if the chain rejected it, undecided if it is a dead letter."""
+    from flywheel.records.verdict import Outcome
     from flywheel.store.verdicts import CHAIN
 
-    if judged.verdict is None and not judged.held:
+    verdict = judged.verdict
+    if verdict is None and not judged.held:
         return Case(rubric.id, judged.task.key, CaseOutcome.UNDECIDED, reason=judged.error)
-    if judged.verdict is None or judged.rubric_hash.startswith(CHAIN):
-        reason = judged.verdict.reason if judged.verdict else "a burst of near-identical questions"
+    if verdict is None or (verdict.outcome is Outcome.REJECTED and judged.rubric_hash.startswith(CHAIN)):
+        reason = verdict.reason if verdict else "a burst of near-identical questions"
         return Case(rubric.id, judged.task.key, CaseOutcome.FILTERED, reason=reason)
-    return Case.of(rubric.id, judged.task.key, judged.verdict)
+    return Case.of(rubric.id, judged.task.key, verdict)
 
 
 def accepted_json(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -128,9 +128,9 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     """All settings in effect, of a configuration that was read from `path`."""
-    from flywheel.system.yaml_file import YamlDocument
+    from flywheel.system.yaml_file import read_yaml
 
-    document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))
+    document = None if path is None else read_yaml(path, f"read configuration {path}", "Name a YAML file.")
     file = "" if path is None else short_path(str(path.absolute()))
     effective = _effective(config)
     translated = {}

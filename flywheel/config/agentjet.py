@@ -118,13 +118,14 @@ def _has(folder: Path, module: Path) -> bool:
 
 
 def filters_in(raw: Any) -> Any:
-    """The filters of such a configuration as a chain, with AgentJet's embeddings; other values of `raw` unchanged."""
+    """The filters of such a configuration as a chain, in their order and with AgentJet's embeddings; other values of
+    `raw` unchanged."""
     located = section_in(raw)
     if located is None or not isinstance(located[1], Mapping):
         return raw
     filters = located[1].get("filters") or []
     made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
-    return {"version": 1, "id": "agentjet", "filters": made}
+    return {"version": 1, "id": "agentjet", "keep_order": True, "filters": made}
 
 
 def _with_embeddings(entry: Any) -> Any:

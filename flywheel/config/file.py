@@ -64,6 +64,8 @@ from flywheel.system.yaml_file import YamlDocument, explain, is_among, read_yaml
 
 TRAINING_SECTIONS: Final = frozenset({"model", "targets", "trigger", "training", "rollout", "gate"})
 """A configuration that has none of them only judges."""
+MAX_SOURCES: Final = 256
+MAX_TARGETS: Final = 64
 
 
 class StateSettings(Section):
@@ -74,8 +76,10 @@ class StateSettings(Section):
 
 class Config(Section):
     state: StateSettings = StateSettings()
-    sources: list[SourceSettings] = Field(default_factory=lambda: list[SourceSettings]([StudioSource()]))
-    """The sources to watch. Default: the default path of Studio's database."""
+    sources: list[SourceSettings] = Field(
+        default_factory=lambda: list[SourceSettings]([StudioSource()]), max_length=MAX_SOURCES
+    )
+    """The sources to watch, at most 256. Default: the default path of Studio's database."""
     ingest: IngestSettings = IngestSettings()
     privacy: PrivacySettings = PrivacySettings()
     judge: JudgeSettings = JudgeSettings()
@@ -86,9 +90,9 @@ class Config(Section):
     rollout: RolloutSettings = RolloutSettings()
     tracking: TrackingSettings = TrackingSettings()
     gate: GateSettings = GateSettings()
-    targets: dict[str, TargetSettings] = {}
-    """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own. Default: one
-    target, `model.alias`, for the replies of all agents."""
+    targets: dict[str, TargetSettings] = Field(default={}, max_length=MAX_TARGETS)
+    """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own; at most 64.
+    Default: one target, `model.alias`, for the replies of all agents."""
     serving: ServingSettings = ServingSettings()
     deploy: DeploySettings = DeploySettings()
     ray: RaySettings = RaySettings()

@@ -1,7 +1,8 @@
 """Interpolations such as `${oc.env:MODEL,Qwen/Qwen3-8B}` and `${model.path}` in configurations of other programs.
 
 OmegaConf resolves what our own reader has read, so that errors name the line. Texts for models are left as they are,
-and so are Flywheel's own files, in which `${` has no meaning.
+and so are Flywheel's own files, in which `${` has no meaning. A file cannot make them grow without end: each is
+resolved once, after those that it names, and what it may become is limited.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from flywheel.system.yaml_file import KeyPath, YamlDocument
 FREE_TEXT: Final = re.compile(r"(?:.*_)?(?:prompt|rubric|template)s?")
 """Keys of texts for models."""
 MISSING: Final = "???"
+MAX_INTERPOLATIONS: Final = 500
+MAX_CHAIN: Final = 8
+"""How many interpolations may follow from each other, and how deep one may have others inside it."""
+MAX_CHARACTERS: Final = 10_000
+"""Of an interpolation, and of what it becomes."""
+WAITING: Final = "${oc.env:an interpolation that waits}"
+"""Stands for an interpolation until it is resolved; what needs it fails by the name of this variable."""
 MARK: Final = "\0free text "
 """Begins what stands for such a text; no YAML text has this character."""
 
@@ -47,40 +55,90 @@ def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> Any:
     from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException
 
+    count = sum(_at(document.value, place).count("${") for place in places)
+    for place in places:
+        text = _at(document.value, place)
+        why = "it is ???, which is no value" if text == MISSING else _excess(text, count)
+        if why:
+            raise _error(document, place, attempted, why)
     texts: list[Any] = []
-    whole: Any = None
-    # First each alone: what is no interpolation is an error of the whole otherwise.
-    for is_alone, place in itertools.product((True, False), places):
-        try:
-            if is_alone:
-                OmegaConf.create([_at(document.value, place)])
+    # Dates and other values of YAML that OmegaConf does not know are kept as they are.
+    whole = OmegaConf.create(_masked(document.value, texts), flags={"allow_objects": True})
+    left = places
+    for _ in range(MAX_CHAIN):
+        waiting = []
+        for place in left:
+            above, key = _at(whole, place[:-1]), place[-1]
+            try:
+                above[key] = _at(document.value, place)
+                value = above[key]
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+            except (OmegaConfBaseException, RecursionError) as error:
+                why = str(getattr(error, "msg", None) or error).splitlines()[0]
+                if WAITING[9:-1] not in why:
+                    raise _error(document, place, attempted, f"it cannot be resolved: {why}") from None
+                waiting.append(place)
+                above[key] = WAITING
                 continue
-            if whole is None:
-                # Dates and other values of YAML that OmegaConf does not know are kept as they are.
-                whole = OmegaConf.create(_masked(document.value, texts), flags={"allow_objects": True})
-            _at(whole, place)
-        except MissingMandatoryValue:
-            raise _error(document, place, attempted, "it is ???, which is no value") from None
-        except OmegaConfBaseException as error:
-            why = str(error.msg or error).splitlines()[0]
-            raise _error(document, place, attempted, f"it cannot be resolved: {why}") from None
-    return _unmasked(OmegaConf.to_container(whole, resolve=True), texts)
+            if _size(value) > MAX_CHARACTERS:
+                raise _error(document, place, attempted, f"it becomes longer than {MAX_CHARACTERS} characters")
+            above[key] = _escaped(value)
+        if not (left := waiting):
+            return _unmasked(OmegaConf.to_container(whole, resolve=True), texts)
+    why = f"it leads back to itself, or to more than {MAX_CHAIN} others, one after another"
+    raise _error(document, left[0], attempted, why)
+
+
+def _excess(text: str, count: int) -> str:
+    """The limit that an interpolation, or their number in the file, exceeds; empty if there is none."""
+    if count > MAX_INTERPOLATIONS:
+        return f"the file has more than {MAX_INTERPOLATIONS} interpolations"
+    steps = (1 if mark == "${" else -1 for mark in re.findall(r"\$\{|\}", text))
+    if len(text) > MAX_CHARACTERS or max(itertools.accumulate(steps)) > MAX_CHAIN:
+        return f"it is longer than {MAX_CHARACTERS} characters, or nested deeper than {MAX_CHAIN} levels"
+    return ""
+
+
+def _size(value: Any) -> int:
+    """Characters of the texts in a value; other values count as one."""
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _size(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str) else 1
+
+
+def _escaped(value: Any) -> Any:
+    """A resolved value so that OmegaConf reads no interpolation in it."""
+    if isinstance(value, Mapping):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _masked(value: Any, texts: list[Any]) -> Any:
-    """A copy with marks for its free texts, which OmegaConf would read."""
+    """A copy with WAITING for its interpolations, and with marks for its long and free texts, which OmegaConf would
+    read."""
     if isinstance(value, list):
         return [_masked(inner, texts) for inner in value]
-    if not isinstance(value, Mapping):
+    if isinstance(value, Mapping):
+        made = {}
+        for key, inner in value.items():
+            is_free = FREE_TEXT.fullmatch(str(key)) is not None
+            made[key] = _marked(inner, texts) if is_free else _masked(inner, texts)
+        return made
+    if not isinstance(value, str):
         return value
-    made = {}
-    for key, inner in value.items():
-        if is_free := FREE_TEXT.fullmatch(str(key)) is not None:
-            texts.append(inner)
-        made[key] = f"{MARK}{len(texts) - 1}" if is_free else _masked(inner, texts)
-    return made
+    return WAITING if "${" in value else _marked(value, texts) if len(value) > MAX_CHARACTERS else value
+
+
+def _marked(value: Any, texts: list[Any]) -> str:
+    texts.append(value)
+    return f"{MARK}{len(texts) - 1}"
 
 
 def _unmasked(value: Any, texts: list[Any]) -> Any:
@@ -100,4 +158,6 @@ def _at(value: Any, place: KeyPath) -> Any:
 def _error(document: YamlDocument, place: KeyPath, attempted: str, why: str) -> ConfigError:
     line = document.position(place).line
     name = ".".join(map(str, place))
-    return ConfigError(attempted, f"line {line}: `{name}`: {why}", "Set the variable or the key that it names.")
+    return ConfigError(
+        attempted, f"line {line}: `{name}`: {why}", "Set the variable or the key that it names, or correct it."
+    )

@@ -25,7 +25,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from flywheel.config.section import leaves
 from flywheel.errors import ConfigError
-from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel, decoded, lines_of
+from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel, lines_of, text_of
 from flywheel.records.states import Label
 
 PEOPLE: Final = frozenset({"", "HUMAN", "ANNOTATION"})
@@ -104,7 +104,7 @@ def read_annotations(path: Path) -> list[dict[str, Any]] | None:
     """
     lines: Any
     try:
-        text = decoded(path.read_bytes())
+        text = text_of(path)
         lines = _rows(text) if path.suffix.lower() in _TABLES else _values(text)
     except (OSError, ValueError, RecursionError, csv.Error):
         return None

@@ -15,7 +15,7 @@ import orjson
 from flywheel.errors import ConfigError
 from flywheel.records.states import Label
 from flywheel.records.verdict import Exchange
-from flywheel.system.files import json_problem
+from flywheel.system.files import MAX_GIVEN_LINES, json_problem, read_given
 
 VERDICTS: Final[Mapping[str, bool]] = {
     "accept": True, "accepted": True, "good": True, "pass": True, "yes": True, "true": True, "1": True,
@@ -68,8 +68,9 @@ class _LineError(ValueError):
     """A line that cannot be used."""
 
 
-def decoded(data: bytes) -> str:
-    """A text in UTF-8, UTF-16 or UTF-32, as its first bytes say, without its byte order mark."""
+def text_of(path: Path) -> str:
+    """The text of a file in UTF-8, UTF-16 or UTF-32, as its first bytes say, without its byte order mark."""
+    data = read_given(path, MAX_GIVEN_LINES)
     return data.decode(json.detect_encoding(data), "replace").removeprefix("\ufeff")
 
 
@@ -85,7 +86,7 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
     """
     attempted = f"read labels {path}"
     try:
-        texts = lines_of(decoded(path.read_bytes()))
+        texts = lines_of(text_of(path))
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from error
     problems: list[str] = []

@@ -203,6 +203,21 @@ def keep(conn: Connection, entries: Sequence[ComparedTask]) -> None:
     _enter_bands(conn, [entry for entry in entries if entry.task not in there])
 
 
+def accepted_before(
+    conn: Connection, near: Mapping[int, Sequence[Near]], hashes: Mapping[int, str]
+) -> dict[int, Repeats]:
+    """The tasks whose question and answer, by their `qa_hash`, an accepted task has after the same history."""
+    exact = {other.task for others in near.values() for other in others if other.is_exact}
+    query = select(tasks.c.id, tasks.c.payload).where(tasks.c.state.in_([state.value for state in ACCEPTED]))
+    known = {row.id: row.payload["metadata"]["qa_hash"] for row in rows_in(conn, query, tasks.c.id, list(exact))}
+    return {
+        task: Repeats(other.task, other.key, 1.0, "exact")
+        for task, others in near.items()
+        for other in others[::-1]
+        if other.is_exact and known.get(other.task) == hashes[task]
+    }
+
+
 def _near(conn: Connection, entry: ComparedTask, threshold: float) -> list[Near]:
     own = entry.compared
     # Questions of one pattern share bands by chance, however many there are; near ones share most.

@@ -23,7 +23,8 @@ from flywheel.store.kernel.schema import judge_models, rubrics, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 
 CHAIN: Final = "chain:"
-"""Verdicts of filter chains have this and the chain's hash in place of the rubric's hash."""
+"""Verdicts of filter chains have this and the chain's hash in place of the rubric's hash. A chain of AgentJet's that
+has no judge accepts as well."""
 PERSON: Final = "person"
 """Verdicts of people have this in place of the rubric's hash."""
 NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
@@ -148,10 +149,11 @@ def record_rubric(conn: Connection, rubric_hash: str, name: str) -> None:
 
 
 def decided_by_others() -> ColumnElement[bool]:
-    """Tasks whose newest verdict is one of a filter chain or a person."""
+    """Tasks whose newest verdict is one of a filter chain or a person, who rejected it."""
     times = select(func.max(verdicts.c.created_at)).where(verdicts.c.task_id == tasks.c.id)
-    others = times.where(NOT_OF_THE_JUDGE).scalar_subquery()
-    judges = times.where(~NOT_OF_THE_JUDGE).scalar_subquery()
+    is_by_others = and_(NOT_OF_THE_JUDGE, verdicts.c.outcome == Outcome.REJECTED.value)
+    others = times.where(is_by_others).scalar_subquery()
+    judges = times.where(~is_by_others).scalar_subquery()
     # A filter behind the judge decides in the same moment as the judge.
     return and_(others.is_not(None), others >= func.coalesce(judges, ""))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import select
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -16,6 +19,12 @@ from flywheel.system.heartbeat import beat
 
 NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
+MAX_GIVEN_BYTES: Final = 4 << 20
+"""Maximum size of a configuration, a rubric and the like, which people copy from others."""
+MAX_GIVEN_LINES: Final = 1 << 30
+"""Maximum size of a file of labels or annotations."""
+PIPE_SECONDS: Final = 10.0
+"""Within this time, whoever writes a pipe must have written all of it."""
 PRIVATE: Final = 0o600
 """Readable by this user only: such files hold what users said."""
 
@@ -43,6 +52,45 @@ def make_private_database(path: Path) -> None:
     make_private(path.parent)
     with contextlib.suppress(FileExistsError):
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+
+_piped: Final[dict[tuple[str, int, int], bytes]] = {}
+"""What was read from pipes, by path, device and inode: a pipe ends once, and commands read a file more than once."""
+
+
+def read_given(path: Path, most: int = MAX_GIVEN_BYTES) -> bytes:
+    """The content of a file that a person names, of at most so many bytes. It may be a pipe, which must be written to
+    its end within PIPE_SECONDS. Raises OSError, whose `strerror` is for people, also for a device or a socket."""
+    # A FIFO without a writer would not open.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        key = (str(path), found.st_dev, found.st_ino)
+        if stat.S_ISFIFO(found.st_mode):
+            data = _piped[key] if key in _piped else _piped.setdefault(key, _read_to_end(fd, most))
+        elif stat.S_ISREG(found.st_mode):
+            data = _read_to_end(fd, most)
+        else:
+            what = os.strerror(errno.EISDIR) if stat.S_ISDIR(found.st_mode) else "it is neither a file nor a pipe"
+            raise OSError(errno.EINVAL, what)
+    finally:
+        os.close(fd)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MB")
+    return data
+
+
+def _read_to_end(fd: int, most: int) -> bytes:
+    data, deadline, waiting = bytearray(), time.monotonic() + PIPE_SECONDS, select.poll()
+    waiting.register(fd, select.POLLIN)  # which a file always has
+    while len(data) <= most:
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe, and nobody wrote it to its end within {PIPE_SECONDS:g} s")
+        with contextlib.suppress(BlockingIOError):
+            if not (block := os.read(fd, 1 << 20)):
+                break
+            data += block
+    return bytes(data)
 
 
 def holds_lines(path: Path) -> bool:

@@ -5,33 +5,21 @@ A schema is sent to a child once. One that exceeds the limits is remembered and 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import resource
-import signal
 from typing import Any, Final, NoReturn
 
-from flywheel.secrets import environment_without_secrets
-from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess, python_command, serve
+from flywheel.system.limited_call import CostlyCallError, call_limited
 
-CPU_SECONDS: Final = 1.0
-"""Longest use of one schema, in processor time, which does not depend on what else runs."""
-SECONDS: Final = 120.0
-"""For a child that hangs."""
-MEMORY_BYTES: Final = 2 << 30
-"""Address space of a child."""
-ATTEMPTS: Final = 2
-"""A child may also have been ended by something else."""
-MAX_PROCESSES: Final = 4
 MAX_KNOWN: Final = 256
 """Schemas that a child keeps."""
 MAX_PROBLEM: Final = 300
 """Characters of a problem."""
 
-_children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)
 _costly: Final[set[str]] = set()
 """Hashes of the schemas that exceeded the limits."""
+_known: Final[dict[str, Any]] = {}
+"""In a child: validators by the hashes of their schemas."""
 
 
 class SchemaError(Exception):
@@ -50,55 +38,36 @@ def problems(schema: Any, values: list[Any], *, remember: bool = True) -> list[s
     """
     try:
         digest = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()
-        asked = json.dumps({"hash": digest, "values": values}).encode()
-        whole_request = json.dumps({"hash": digest, "values": values, "schema": schema}).encode()
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
-    for _ in range(0 if remember and digest in _costly else ATTEMPTS):
-        with contextlib.suppress(TimeoutError, ChildEndedError), _children.child(_start) as child:
-            answer = json.loads(child.ask(asked, SECONDS)) or json.loads(child.ask(whole_request, SECONDS))
-            if "error" in answer:
-                raise SchemaError(answer["error"])
-            return list(answer["problems"])
-    if remember:
-        _costly.add(digest)
-    raise CostlySchemaError(
-        f"takes more than {CPU_SECONDS:g} s of processor time or {MEMORY_BYTES >> 30} GB of memory"
-    )
+    asked = {"hash": digest, "values": values}
+    try:
+        if remember and digest in _costly:
+            raise CostlyCallError("exceeded the limits before")
+        answer = call_limited(answered, asked) or call_limited(answered, {**asked, "schema": schema})
+    except CostlyCallError as error:
+        _costly.update([digest] if remember else [])
+        raise CostlySchemaError(str(error)) from None
+    if "error" in answer:
+        raise SchemaError(answer["error"])
+    return list(answer["problems"])
 
 
-def _start() -> ChildProcess:
-    return ChildProcess(python_command(__name__), environment_without_secrets())
-
-
-def main() -> None:
-    """The child process."""
+def answered(question: dict[str, Any]) -> dict[str, Any]:
+    """In a child: the problems of values, or the error of their schema; empty if the child has yet to get it."""
     from jsonschema_rs import validator_for
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    known: dict[str, Any] = {}
-
-    def answer(request: bytes) -> bytes:
-        # At its end, the signal ends this process.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        found = json.dumps(_answer(json.loads(request))).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return found
-
-    def _answer(question: dict[str, Any]) -> dict[str, Any]:
-        key = question["hash"]
-        try:
-            if key not in known:
-                if "schema" not in question:
-                    return {}
-                if len(known) == MAX_KNOWN:
-                    known.clear()
-                known[key] = validator_for(question["schema"], retriever=_fetch_nothing)
-            return {"problems": [_problem(known[key], value) for value in question["values"]]}
-        except (ValueError, TypeError, RecursionError) as error:
-            return {"error": str(error).partition("\n")[0][:MAX_PROBLEM]}
-
-    serve(answer)
+    key = question["hash"]
+    try:
+        if key not in _known:
+            if "schema" not in question:
+                return {}
+            if len(_known) == MAX_KNOWN:
+                _known.clear()
+            _known[key] = validator_for(question["schema"], retriever=_fetch_nothing)
+        return {"problems": [_problem(_known[key], value) for value in question["values"]]}
+    except (ValueError, TypeError, RecursionError) as error:
+        return {"error": str(error).partition("\n")[0][:MAX_PROBLEM]}
 
 
 def _fetch_nothing(_uri: str) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_origin
@@ -12,6 +14,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
 from flywheel.errors import ConfigError
+from flywheel.system.files import read_given
 
 
 class Position(NamedTuple):
@@ -23,9 +26,44 @@ class Position(NamedTuple):
 
 START: Final = Position(1, 1)
 KeyPath = tuple[int | str, ...]
+MAX_VALUES: Final = 100_000
+"""Values of a document, where an alias and a merge (`<<`) count as what they stand for."""
+MAX_DEPTH: Final = 64
+"""How deep values may be nested, through aliases as well."""
+MAX_NUMBER: Final = 100
+"""Characters of a number. Python takes as long as it likes for a number in base 60 (`1:30:00`)."""
+_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+class LimitError(yaml.MarkedYAMLError):
+    """A document that exceeds the limits, and where."""
 
 
 class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        self._depth += 1
+        _check_limits(self._nodes, self._depth, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER:
+                raise ValueError(f"a number has more than {MAX_NUMBER} characters")
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            # What the library raises for a value that its tag does not allow, such as `!!int ""`.
+            why = (
+                str(error) if isinstance(error, ValueError) else f"it cannot be read as {node.tag.rpartition(':')[2]}"
+            )
+            raise yaml.constructor.ConstructorError(problem=why, problem_mark=node.start_mark) from error
+
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text = str(super().construct_scalar(node))
         try:
@@ -40,13 +78,14 @@ class _Loader(yaml.SafeLoader):
 class YamlDocument:
     """A YAML text: its `value`, the positions of its keys, and the keys that a mapping has twice.
 
-    Raises yaml.YAMLError for invalid YAML, and ValueError for an invalid number or date.
+    Raises yaml.YAMLError for invalid YAML, and LimitError.
     """
 
     def __init__(self, text: str) -> None:
         loader = _Loader(text)
         try:
             self._root: yaml.Node | None = loader.get_single_node()
+            _check_expanded(self._root)
             # Before the value is built, which puts the keys of merged mappings (`<<`) into the nodes.
             self.duplicates = list(self._duplicates())
             self.value = None if self._root is None else loader.construct_document(self._root)
@@ -80,10 +119,10 @@ class YamlDocument:
 
     def _duplicates(self) -> Iterator[tuple[KeyPath, Position, Position]]:
         """The path of each key that a mapping has twice, its second position and its first."""
-        waiting: list[tuple[KeyPath, yaml.Node | None]] = [((), self._root)]
+        waiting: deque[tuple[KeyPath, yaml.Node | None]] = deque([((), self._root)])
         visited: set[int] = set()
         while waiting:
-            path, node = waiting.pop(0)
+            path, node = waiting.popleft()
             if node is None or id(node) in visited:
                 continue
             visited.add(id(node))
@@ -97,6 +136,35 @@ class YamlDocument:
                         continue
                     if (earlier := first.setdefault((name.tag, name.value), name)) is not name:
                         yield (*path, name.value), _start(name), _start(earlier)
+
+
+def _check_limits(values: int, depth: int, mark: yaml.Mark) -> None:
+    if values > MAX_VALUES:
+        why = f"the file has more than {MAX_VALUES:,} values, those of aliases and merges included"
+        raise LimitError(problem=why, problem_mark=mark)
+    if depth > MAX_DEPTH:
+        raise LimitError(problem=f"the file is nested deeper than {MAX_DEPTH} levels", problem_mark=mark)
+
+
+def _check_expanded(root: yaml.Node | None) -> None:
+    """Raises LimitError if the document exceeds the limits when each alias is replaced by what it stands for."""
+    sizes: dict[int, tuple[int, int]] = {}
+
+    def measured(node: Any, level: int) -> tuple[int, int]:
+        """Values and levels of a node. One that contains itself has no end, and is found at the lowest level."""
+        values, depth = sizes.get(id(node), (1, 1))
+        if id(node) not in sizes and isinstance(node, yaml.CollectionNode):
+            _check_limits(values, level, node.start_mark)
+            for each in node.value:
+                for child in each if isinstance(each, tuple) else (each,):
+                    inner, levels = measured(child, level + 1)
+                    values, depth = values + inner, max(depth, levels + 1)
+            sizes[id(node)] = values, depth
+        _check_limits(values, level + depth - 1, node.start_mark)
+        return values, depth
+
+    if root is not None:
+        measured(root, 1)
 
 
 def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:
@@ -119,14 +187,17 @@ def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = 
     With `keys_once`, a key that a mapping has twice is an error: YAML would keep only the last one.
     """
     try:
-        document = YamlDocument(path.read_text(encoding="utf-8"))
+        document = YamlDocument(read_given(path).decode())
     except FileNotFoundError:
         raise ConfigError(attempted, "there is no such file", if_missing) from None
     except OSError as error:
-        raise ConfigError(attempted, error.strerror or str(error), "Check the path and its permissions.") from error
+        hint = "Shorten the file." if error.errno == errno.EFBIG else "Check the path and its permissions."
+        raise ConfigError(attempted, error.strerror or str(error), hint) from error
     except UnicodeDecodeError as error:
         raise ConfigError(attempted, "it is not UTF-8 text", "Name a YAML file.") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except LimitError as error:
+        raise ConfigError(attempted, _yaml_problem(error), "Shorten the file.") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(attempted, f"it is not YAML: {_yaml_problem(error)}", "Correct the file.") from error
     if keys_once and document.duplicates:
         twice = (
@@ -141,7 +212,7 @@ def yaml_value(text: str, attempted: str, hint: str) -> Any:
     """The value of a YAML text. Raises ConfigError."""
     try:
         return YamlDocument(text).value
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(attempted, f"its value is not YAML: {_yaml_problem(error)}", hint) from error
 
 
@@ -172,7 +243,7 @@ def explain(
     What was validated stands in the document at `below`; the keys `elsewhere` are not from it.
     """
     problems = []
-    for item in error.errors():
+    for item in error.errors()[:MAX_PROBLEMS]:
         # A default that depends on other keys fails when those do, and is no problem of its own.
         if item["type"] == "default_factory_not_called":
             continue
@@ -182,9 +253,13 @@ def explain(
         is_there = document is not None and place and not is_among(".".join(map(str, path)), elsewhere)
         line = f"line {document.position(place, key=is_unknown).line}: " if document and is_there else ""
         problems.append(line + explain_one(dict(item), model))
+    if (left := error.error_count() - MAX_PROBLEMS) > 0:
+        problems.append(f"and {left} more")
     return "; ".join(problems)
 
 
+MAX_PROBLEMS: Final = 50
+"""Problems of a file that are named; each is looked for in all of it."""
 _SYNONYMS: Final = {"rank": "r"}
 """Names under which users look for a key that is spelt quite differently."""
 

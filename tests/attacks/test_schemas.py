@@ -13,7 +13,7 @@ from flywheel.errors import CheckError, CostlyCheckError
 from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.checks import check
 from flywheel.records.verdict import Exchange
-from flywheel.system import json_schema
+from flywheel.system import json_schema, limited_call
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
 from tests.cases import for_each
 
@@ -79,13 +79,13 @@ DECIDED = {
 @pytest.mark.slow
 @for_each("name", list(EXPONENTIAL))
 def test_a_schema_over_the_limit_is_remembered_by_its_hash(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_schema, "ATTEMPTS", 1)
+    monkeypatch.setattr(limited_call, "ATTEMPTS", 1)
     schema, value = EXPONENTIAL[name]
     with pytest.raises(CostlySchemaError, match="processor time"):
         problems(schema, [value])
 
     with monkeypatch.context() as patched:
-        patched.setattr(json_schema, "_children", None)  # it is not tried again
+        patched.setattr(limited_call, "_children", None)  # it is not tried again
         with pytest.raises(CostlySchemaError):
             problems(schema, [value])
     assert problems({"type": "integer"}, ["x", 1]) == ['at $: "x" is not of type "integer"', ""]

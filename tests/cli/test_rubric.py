@@ -93,7 +93,7 @@ examples:
         ("id: r\ncriteria: [", "2:12", "not YAML"),
         ("", "1:1", "its root is empty"),
         ("- a", "1:1", "a list, not a mapping"),
-        ("id: &a [*a]\ncriteria: [{id: a, value: x}]", "1:5", "must be a text"),
+        ("id: &a [*a]\ncriteria: [{id: a, value: x}]", "1:5", "nested deeper than 64 levels"),
     ],
 )
 def test_a_single_problem(flywheel: Run, tmp_path: Path, text: str, place: str, words: str) -> None:

@@ -49,10 +49,10 @@ def check_judge(config: Config, *, ask: bool = False) -> Iterator[Finding]:
     if chain is not None:
         text = f"chain {chain.id}: {len(chain.before)} before the judge, {len(chain.after)} after it"
         yield Finding("filters", Result.OK, "; ".join((text, *chain.notices)))
-    settings, is_asked = judge_settings(config, chain), True
+    settings, is_asked = judge_settings(config, chain), chain is None or not chain.decides
     try:
         rubric = rubric_of(config, chain)
-        settings, is_asked = settings_for(rubric, settings), bool(rubric.asked)
+        settings, is_asked = settings_for(rubric, settings), is_asked and bool(rubric.asked)
         yield _rubric(config, rubric, chain)
         for name, own in config.by_target().items():
             if name and config.targets[name].rubric is not None:

@@ -92,7 +92,8 @@ class TaskJudging:
     `rubric` replaces the rubrics of the configuration and the chain; `calls` counts each call before it is sent.
     Tasks of targets with a rubric of their own are judged by it, with another `TaskJudging` for `which` tasks. The
     attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
-    a task before the judge sees it, if the chain has such a filter.
+    a task before the judge sees it, if the chain has such a filter. With `by_chain`, the chain accepts what it does
+    not reject, and no judge is asked.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class TaskJudging:
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
         check_independence(config, self.rubric)
+        self.by_chain = rubric is None and self._chain is not None and self._chain.decides
         self.judge = judge_settings(config, self._chain)
         self._calls = calls
         self.grader = Grader(self.rubric, self.judge, calls=calls)
@@ -121,7 +123,7 @@ class TaskJudging:
         self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
         self._which = which
-        self._others = [] if rubric else self._by_own_rubrics()
+        self._others = [] if rubric or self.by_chain else self._by_own_rubrics()
 
     def _by_own_rubrics(self) -> list[TaskJudging]:
         """What judges the tasks of targets with rubrics of their own. Raises ConfigError."""
@@ -142,9 +144,15 @@ class TaskJudging:
             found.append(judging)
         return found
 
+    @property
+    def _decided_by(self) -> tuple[str, str]:
+        """By what verdicts are stored: the hash of the rubric or chain, and that of the judge."""
+        by_chain = f"{verdicts.CHAIN}{self._chain.hash}" if self.by_chain and self._chain else ""
+        return by_chain or self.rubric.hash, self.grader.judge_hash
+
     def require_judge(self) -> None:
         """Raises ConfigError if a rubric asks a judge and the settings do not say which one."""
-        for each in (self, *self._others):
+        for each in () if self.by_chain else (self, *self._others):
             require_judge(each.rubric, each.judge)
 
     def grader_of(self, result: TaskResult) -> Grader:
@@ -243,9 +251,8 @@ class TaskJudging:
         for each in (self, *self._others):
             total += await self._store.read(claims.count_due, each._which)
             if rejudge:
-                hashes = each.rubric.hash, each.grader.judge_hash
                 count = partial(claims.count_decided, every=each.rubric.has_functions)
-                total += await self._store.read(count, *hashes, each._which)
+                total += await self._store.read(count, *each._decided_by, each._which)
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
@@ -276,7 +283,7 @@ class TaskJudging:
         def add(batch: Sequence[Claimed]) -> None:
             for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
                 needed = CallEstimate()
-                if each.passed and self._kept(each.task) is None:
+                if each.passed and self._kept(each.task) is None and not self.by_chain:
                     needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
 
@@ -293,7 +300,7 @@ class TaskJudging:
 
         A `suspect` was in work when a process died: it is the only task of the only batch.
         """
-        hashes = self.rubric.hash, self.grader.judge_hash
+        hashes = self._decided_by
         most = CLAIMED_PER_THREAD * self.judge.max_thread
         size = 1 if suspect else first or most
         after: int | None = None
@@ -361,6 +368,8 @@ class TaskJudging:
                     continue
                 exchange = exchange_of(task.line)
                 verdict = self._kept(task)
+                if self.by_chain:
+                    verdict = Verdict(Outcome.ACCEPTED, 1.0, reason="accepted by the chain")
                 if verdict is None and (task.earlier or task.stored):
                     verdict = self.grader.reuse(exchange, task.earlier)
                     if verdict and task.stored and verdict.results == task.stored.results:
@@ -369,7 +378,7 @@ class TaskJudging:
                     rest.append((task, exchange))
                 else:
                     reused = verdict is task.stored or bool(verdict.judgements)
-                    decided.append(self._after_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
+                    decided.append(self._after_judge(TaskResult(task, verdict, self._decided_by[0], reused=reused)))
             if decided:
                 self._in_loop(self._report(run, decided))
             yield from rest
@@ -377,7 +386,8 @@ class TaskJudging:
     def _kept(self, task: Claimed) -> Verdict | None:
         """The stored verdict if it needs no look. What a user's function reads may have changed since: for tasks that
         are judged again, functions run again."""
-        return None if self.rubric.has_functions and task.was is not TaskState.JUDGING else task.stored
+        runs_again = self.rubric.has_functions and task.was is not TaskState.JUDGING
+        return None if runs_again or self.by_chain else task.stored
 
     def _after_judge(self, result: TaskResult) -> TaskResult:
         """The result after the filters behind the judge, which can stop what the judge accepted."""
@@ -442,7 +452,7 @@ class TaskJudging:
     def _store_results(self, conn: Connection, results: list[TaskResult]) -> tuple[int, int]:
         """Returns how many tasks have the opposite outcome now, and how many others are due again."""
         changed, prices = 0, self.judge.prices
-        if not self._is_recorded:
+        if not (self._is_recorded or self.by_chain):
             judge = self.grader.client.endpoints[0].config
             verdicts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
             verdicts.record_rubric(conn, self.rubric.hash, self.rubric.id)

@@ -75,6 +75,8 @@ class PreFilter:
 
     def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
         """Run the filters before the judge. Tasks that passed them earlier are only redacted."""
+        if self._chain.decides:
+            return self.before(tasks)
         earlier = [task for task in tasks if _was_filtered(task)]
         # They may have passed another chain: no judge sees what this one redacts.
         return [*self.redact(earlier), *self.before([task for task in tasks if not _was_filtered(task)])]
@@ -91,6 +93,11 @@ class PreFilter:
         # A burst can include tasks that were judged earlier: they are not among these.
         here = held & redacted.keys()
         results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
+        if self._chain.is_agentjets and any(isinstance(step, Deduplication) for step in self._chain.after):
+            # They would be dropped behind the judge, who would be paid for what it has said before.
+            hashes = {task.id: task.line["metadata"]["qa_hash"] for task in sound}
+            for number, repeats in self._ask(deduplication.accepted_before, near, hashes).items():
+                results[number] = _repetition(results[number].task, repeats)
         return self._run(self._chain.before, results, entries, near)
 
     def after(self, task: Claimed) -> FilterResult:
@@ -176,9 +183,7 @@ class PreFilter:
                         results[task.id] = FilterResult(task, passed=False, reason=reason, error=decision.error)
             elif left:
                 for number, repeats in self._repeats(step, [entries[task.id] for task in left], near).items():
-                    how = f"{repeats.method}, {repeats.similarity:.2f}"
-                    reason = f"filter deduplication: repeats {repeats.key} ({how})"
-                    results[number] = FilterResult(results[number].task, passed=False, reason=reason, repeats=repeats)
+                    results[number] = _repetition(results[number].task, repeats)
         return list(results.values())
 
     def _repeats(
@@ -287,6 +292,12 @@ def without_embeddings(chain: Chain) -> Chain:
         return not isinstance(step, Deduplication) or step.model is None
 
     return replace(chain, before=tuple(filter(is_local, chain.before)), after=tuple(filter(is_local, chain.after)))
+
+
+def _repetition(task: Claimed, repeats: Repeats) -> FilterResult:
+    how = f"{repeats.method}, {repeats.similarity:.2f}"
+    reason = f"filter deduplication: repeats {repeats.key} ({how})"
+    return FilterResult(task, passed=False, reason=reason, repeats=repeats)
 
 
 def _was_filtered(task: Claimed) -> bool:

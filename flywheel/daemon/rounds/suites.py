@@ -15,6 +15,7 @@ from flywheel.daemon.judging.judge_setup import check_independence
 from flywheel.daemon.rounds.file_tasks import rows, task_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import require_judge
+from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.round import RoundTask, Suite
@@ -45,9 +46,18 @@ def suites_of(config: Config, rubric: Rubric) -> list[Suite]:
 
 
 def require_grader(config: Config, rubric: Rubric) -> None:
-    """Raise ConfigError if the answers of a round are graded by a judge, and the settings do not say by which."""
-    if has_judge(config):
-        require_judge(rubric, config.judge)
+    """Raise ConfigError if the answers of a round are graded by a judge, and the settings do not say by which, or
+    switch it off."""
+    if not has_judge(config):
+        return
+    chain = chain_of(config)
+    if chain is not None and chain.decides and "rubric" not in config.filter.model_fields_set:
+        raise ConfigError(
+            "reward the answers of a round",
+            f"{config.filter.chain} has no enabled `llm_evaluate`, so no judge is asked, and names none for rounds",
+            "Set `task_judge.judge_protocol` with a workflow in it, enable `llm_evaluate`, or set filter.rubric.",
+        )
+    require_judge(rubric, config.judge)
 
 
 def tasks_of_suites(config: Config) -> dict[str, list[RoundTask]]:

@@ -8,7 +8,8 @@
       - {type: llm_evaluate}
 
 Filters run by cost, the cheapest first, unless `keep_order` is set. A disabled filter has no effect. A filter that
-raises fails its task and no other. This module reads chains and runs the filters of single task lines. The pre-filter
+raises fails its task and no other. The filters of an AgentJet file run in its order, and where `llm_evaluate` is off
+there, no judge is asked. This module reads chains and runs the filters of single task lines. The pre-filter
 runs `deduplication`, which needs the store; rounds apply `influence`.
 """
 
@@ -77,7 +78,7 @@ class ChainFile(Section):
     """What it is for."""
     keep_order: bool = False
     """Run the filters in the order of the file, even if the judge is called for tasks that a later one rejects."""
-    filters: list[FilterEntry]
+    filters: list[FilterEntry] = Field(max_length=64)
     """The filters."""
 
 
@@ -133,8 +134,15 @@ class Chain:
     """Removes personal data from a task line; None without a `pii` filter that does."""
     influence: Influence | None = None
     judge: LlmEvaluate | None = None
+    is_agentjets: bool = False
+    """Whether it is the filters of AgentJet's or ASTuner's file, and no chain of Flywheel's own."""
     notices: tuple[str, ...] = ()
     """What differs from the file, for the user."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether it accepts what passes its filters, and no judge is asked."""
+        return self.is_agentjets and self.judge is None
 
     @property
     def deduplication(self) -> Deduplication | None:
@@ -199,6 +207,8 @@ def load_chain(
             f"{path}: the filters run by cost, the cheapest first: {', '.join(name for name, _ in ordered)}. "
             "Set keep_order: true to run them in the order of the file"
         )
+    if document is None and not any(isinstance(step, LlmEvaluate) for step in steps):
+        notices.append(f"{path}: its filters have no enabled llm_evaluate: they alone decide, and no judge is asked")
     judge = next((index for index, step in enumerate(steps) if isinstance(step, LlmEvaluate)), len(steps))
     return Chain(
         id=file.id,
@@ -208,6 +218,7 @@ def load_chain(
         redact=(lambda line: reduce(lambda so_far, each: each(so_far), redactors, line)) if redactors else None,
         influence=next((step for step in steps if isinstance(step, Influence)), None),
         judge=next((step for step in steps if isinstance(step, LlmEvaluate)), None),
+        is_agentjets=document is None,
         notices=tuple(notices),
     )
 

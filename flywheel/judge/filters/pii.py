@@ -6,6 +6,7 @@ numbers are order numbers, times or sums.
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import itertools
 import json
@@ -24,8 +25,8 @@ from flywheel.errors import ConfigError
 from flywheel.records.task import qa_hash
 from flywheel.system import own_package
 
-Kind = Literal["email", "phone", "card", "iban", "api-key", "private-key"]
-KINDS: Final[tuple[Kind, ...]] = ("private-key", "api-key", "email", "iban", "card", "phone")
+Kind = Literal["email", "phone", "card", "iban", "ssn", "api-key", "private-key"]
+KINDS: Final[tuple[Kind, ...]] = ("private-key", "api-key", "email", "iban", "card", "ssn", "phone")
 """What can be found. Of two overlapping pieces, the kind that is earlier here wins."""
 
 
@@ -55,13 +56,17 @@ _CARD_FORM: Final = re.compile(
 _ISSUER: Final = re.compile(r"4|5[0678]|5[1-5]|2[2-7]|3[0-9]|6")
 _KEY_PREFIXES: Final = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
-    r"sk-[\w-]{20,}|[rsp]k_(?:live|test)_\w{16,}|whsec_\w{20,}"                         # OpenAI and its like, Stripe
+    r"sk-[\w-]{6,}|[rsp]k_(?:live|test)_\w{16,}|whsec_\w{20,}"                         # OpenAI and its like, Stripe
     r"|gh[pousr]_\w{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|npm_\w{30,}|pypi-[\w-]{40,}"     # code hosts, registries
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|ya29\.[\w-]{20,}|LTAI\w{12,30}|AKID\w{20,}"      # clouds
     r"|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{20,}|hf_[A-Za-z0-9]{30,}|gsk_\w{30,}|dop_v1_[0-9a-f]{64}"
     r"|SG\.[\w-]{16,}\.[\w-]{16,}|key-[0-9a-f]{32}|\d{8,10}:AA[\w-]{33}"                     # mail, Telegram
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"                                          # JSON web tokens
     r")(?![A-Za-z0-9_-])", re.A)
+_SHORT_KEY: Final = re.compile(r"[-_](?=[A-Za-z0-9]{6})(?=\d*[A-Za-z])[A-Za-z0-9]*(?:\d[A-Za-z]|\d{3})", re.A)
+_LONG_KEY: Final = re.compile(r"[A-Z0-9]|[a-z]{20}")
+_BASIC: Final = re.compile(r"(?i)\bbasic\s{1,3}(?P<key>[A-Za-z0-9+/_-]{4,1000}={0,2})", re.A)
+_URL_USER: Final = re.compile(r"(?<=://)[^\s/@:<>{}\"'`]{0,200}:[^\s/<>{}\"'`]{1,200}(?=@)")
 _KEY_NAMED: Final = re.compile(
     r"(?i)(?:api[ _-]?key|access[ _-]?key|secret(?:[ _-]?key)?|auth[ _-]?token|access[ _-]?token|bearer|passwo?r?d"
     r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s{1,3}is|\s{0,3}[:=：]|\s{1,3})[\s\"'“`]{0,4}"
@@ -82,6 +87,8 @@ _NEAR_ANOTHER: Final = re.compile(
     r"customer|row|line|bug|pr)\b[ .]*+(?:number|no\.?|nr\.?|id|is|of)?"
     r"|(?<!#)#|№|\$|€|£|¥|订单|单号|编号|序列号)[\s.:#=\"'(]*$"
 )
+_SSN: Final = re.compile(rf"(?<![{_LATIN}.,/+-])\d{{3}}([ -])\d{{2}}\1\d{{4}}(?![{_LATIN}-])(?![.,]\d)", re.A)
+_NEAR_AN_SSN: Final = re.compile(r"(?i)\b(?:ssn|social[ -]security)\b[^\d\n]{0,25}$")
 _CALCULATED: Final = re.compile(r"(?:[*/^×÷=]|(?<=[\d)\w]) ?[+-]) ?$")
 _DATE: Final = re.compile(
     r"\d{4}([-./ ])\d{1,2}\1\d{1,2}(?:[ T.-]?\d{0,6}.*)?"
@@ -118,12 +125,28 @@ def _private_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
 
 def _api_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
     for found in _KEY_PREFIXES.finditer(text):
-        # A prefix before words only ("sk-learn-contrib-…") belongs to a name.
-        if any(char.isdigit() for char in found[0]) or any(char.isupper() for char in found[0][3:]):
+        # A prefix before words only ("sk-learn-contrib-…", "sk-circle1") belongs to a name.
+        is_short = found[0].startswith("sk-") and len(found[0]) < 23
+        if _SHORT_KEY.search(found[0]) if is_short else _LONG_KEY.search(found[0], 3):
             yield Piece("api-key", found.start(), found.end())
     for found in _KEY_NAMED.finditer(text):
         if _is_random(found["key"]):
             yield Piece("api-key", found.start("key"), found.end("key"))
+    for found in _BASIC.finditer(text):
+        if _has_password(found["key"]):
+            yield Piece("api-key", found.start("key"), found.end("key"))
+    for found in _URL_USER.finditer(text):
+        yield Piece("api-key", found.start(), found.end())
+
+
+def _has_password(text: str) -> bool:
+    """Whether a text is Base64 of a name and a password, as HTTP's `Basic` has them."""
+    text = text.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
+    try:
+        decoded = base64.b64decode(text + "=" * (-len(text) % 4)).decode()
+    except ValueError:
+        return False
+    return ":" in decoded and decoded.isprintable()
 
 
 def _is_random(text: str) -> bool:
@@ -170,9 +193,19 @@ def _cards(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
             and len(set(digits)) > 1
             and luhn.is_valid(digits)
             and not _CALCULATED.search(text[max(0, found.start() - 4) : found.start()])
-            and not _NEAR_ANOTHER.search(text[max(0, found.start() - 30) : found.start()])
+            # In groups, hardly any other number passes. Without, order numbers do.
+            and (digits != found[0] or not _NEAR_ANOTHER.search(text[max(0, found.start() - 30) : found.start()]))
         ):
             yield Piece("card", found.start(), found.end())
+
+
+def _ssns(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
+    from stdnum.us import ssn
+
+    for found in _SSN.finditer(text):
+        before = text[max(0, found.start() - 40) : found.start()]
+        if ssn.is_valid(found[0].replace(" ", "-")) and ("-" in found[0] or _NEAR_AN_SSN.search(before)):
+            yield Piece("ssn", found.start(), found.end())
 
 
 def _phones(text: str, regions: Sequence[str]) -> Iterator[Piece]:
@@ -195,6 +228,8 @@ def _is_phone(piece: str, international: bool, before: str, regions: Sequence[st
     if named:
         return any(_parses(piece, region, strict=False) for region in regions)
     digits = re.sub(r"\D", "", piece)
+    if _SSN.fullmatch(piece):
+        return False
     if digits == piece:
         # Digits without separators count only where mobile numbers have a recognisable form.
         mobile = phonenumbers.PhoneNumberType.MOBILE
@@ -223,6 +258,7 @@ _FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Piece]]]] = {
     "email": _emails,
     "iban": _ibans,
     "card": _cards,
+    "ssn": _ssns,
     "phone": _phones,
 }
 
@@ -236,6 +272,7 @@ NAMES: Final[Mapping[str, str]] = {
     "phone": "a phone number",
     "card": "a credit card number",
     "iban": "an IBAN",
+    "ssn": "a US social security number",
     "api-key": "an API key",
     "private-key": "a private key",
 }
@@ -394,7 +431,9 @@ class _Redaction:
         return "".join([*parts, text[done:]])
 
     def _placeholder(self, kind: str, piece: str) -> str:
-        same = re.sub(r"[\W_]", "", piece).casefold() if kind in ("phone", "card", "iban") else piece.casefold()
+        same = (
+            re.sub(r"[\W_]", "", piece).casefold() if kind in ("phone", "card", "iban", "ssn") else piece.casefold()
+        )
         if (kind, same) not in self.placeholders:
             label = _label(kind)
             self._counts[label] = self._counts.get(label, 0) + 1

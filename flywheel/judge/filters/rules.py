@@ -30,7 +30,7 @@ class Rules(Section):
     """Shortest answer."""
     max_answer_length: int | None = Field(default=None, gt=0)
     """Longest answer."""
-    exclude: list[Annotated[str, AfterValidator(_checked)]] = Field(default=[])
+    exclude: list[Annotated[str, AfterValidator(_checked)]] = Field(default=[], max_length=256)
     """Regular expressions; a task whose answer has a match is dropped."""
 
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -20,15 +21,26 @@ from pydantic import ValidationError
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.python_check import imported_modules, load
-from flywheel.judge.rubric.rubric import FLAT_ID, KINDS, MODEL_TYPE, Criterion, Example, Rubric, UsedFile
+from flywheel.judge.rubric.rubric import (
+    FLAT_ID,
+    KINDS,
+    MAX_CRITERIA,
+    MODEL_TYPE,
+    Criterion,
+    Example,
+    Rubric,
+    UsedFile,
+)
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
-from flywheel.system.files import expanded, file_sha256
+from flywheel.system.files import MAX_GIVEN_LINES, expanded, read_given
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
 _MAX_PASSES: Final = 50
 """How often a file is validated again without the problems that were found so far."""
+_MAX_REPORTED: Final = 200
+"""Problems that one such pass reports; each is looked for in all of the file."""
 _VALID_EXAMPLE: Final = {"query": "valid", "answer": "valid", "verdict": "accept"}
 
 
@@ -118,7 +130,7 @@ def validate(document: YamlDocument, folder: Path) -> RubricFile:
 def valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
     """The criteria of a parsed file that are valid by themselves, with their index."""
     criteria = raw.get("criteria")
-    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+    for index, criterion in enumerate(criteria[:MAX_CRITERIA] if isinstance(criteria, list) else []):
         with suppress(ValidationError):
             yield index, Criterion.model_validate(criterion)
 
@@ -126,7 +138,7 @@ def valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
 def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
     criteria = raw.get("criteria")
     first: dict[str, int] = {}
-    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+    for index, criterion in enumerate(criteria[:MAX_CRITERIA] if isinstance(criteria, list) else []):
         name = criterion.get("id") if isinstance(criterion, dict) else None
         if isinstance(name, str) and (earlier := first.setdefault(name, index)) != index:
             where = document.position(["criteria", earlier, "id"])
@@ -147,7 +159,7 @@ def _validation_problems(raw: dict[str, Any], document: YamlDocument) -> list[Pr
             details = error.errors(include_url=False)
         # Without the invalid criteria, what the model says of all of them together is not true.
         is_whole = all(problem.message.startswith("unknown key") for problem in problems)
-        reported = [_problem(dict(item), document) for item in details if item["loc"] or is_whole]
+        reported = [_problem(dict(item), document) for item in details[:_MAX_REPORTED] if item["loc"] or is_whole]
         problems += [problem for problem in reported if "have the same id" not in problem.message]
         parts = [item for item in details if item["loc"]]
         if not parts:
@@ -201,17 +213,17 @@ def _read_files(
         name = criterion.file
         try:
             path = folder / expanded(Path(name))
-            text = path.read_text(encoding="utf-8")
+            text = read_given(path).decode()
             used = {listed: folder / expanded(Path(listed)) for listed in criterion.files or ()}
             if criterion.type == "python":
                 used |= imported_modules(path, folder)
-            uses[name] |= {each: file_sha256(used[each]) for each in used}
+            uses[name] |= {each: hashlib.sha256(read_given(used[each], MAX_GIVEN_LINES)).hexdigest() for each in used}
             files[name] = UsedFile(path=str(path.absolute()), text=text, uses=tuple(sorted(uses[name].items())))
             if criterion.type == "python":
                 load(files[name], str(criterion.value).rpartition(":")[2])
             else:
                 jsonschema_rs.meta.validate(json.loads(files[name].text))
-        except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError) as error:
             why = error.why if isinstance(error, ConfigError) else str(error).partition("\n")[0]
             message = f"`criteria.{index}`: {criterion.value} cannot be used: {why}"
             problems.append(Problem(*document.position(["criteria", index, "value"]), message))

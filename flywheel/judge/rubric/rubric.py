@@ -42,6 +42,8 @@ AS_LISTED: Final = "as-listed"
 """The `order` of an `expected-tools` criterion that counts calls in the order of the ground truth only."""
 QUERY: Final = "query"
 """The `value` of a `language` criterion that expects the language of the question."""
+MAX_CRITERIA: Final = 256
+MAX_EXAMPLES: Final = 1000
 YES_NO: Final = ("no", "yes")
 VALID: Final = "valid"
 INVALID: Final = "invalid"
@@ -508,11 +510,11 @@ class Rubric(Part):
     """A reply is accepted when its score is at least this."""
     judge: RubricJudge = RubricJudge()
     """How the judge is asked."""
-    criteria: list[Criterion] = Field(default=[])
+    criteria: list[Criterion] = Field(default=[], max_length=MAX_CRITERIA)
     """What is looked at."""
     custom_rubrics: str | None = None
     """AgentJet's flat text: one more criterion, required, with the choices GOOD and BAD."""
-    examples: list[Example] = Field(default=[], exclude_if=lambda examples: not examples)
+    examples: list[Example] = Field(default=[], max_length=MAX_EXAMPLES, exclude_if=lambda examples: not examples)
     """Replies with the verdicts that they should get; `flywheel rubric check` holds the checks against them."""
     files: SkipJsonSchema[dict[str, UsedFile]] = Field(default={}, exclude_if=lambda files: not files)
     """The files that criteria name, read with the rubric: a round uses them as they were when it was planned."""

@@ -6,12 +6,19 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import regex
 
+from flywheel.system.limited_call import CostlyCallError, call_limited
+
 TIMEOUT_SECONDS: Final = 2.0
 """Longest search of one pattern in one text. A pattern can backtrack without end, which would block its thread."""
+PATTERN_BYTES: Final = 32 << 20
+"""Memory that a compiled pattern may take; usual ones take thousands of bytes."""
+_MAY_BE_COSTLY: Final = re.compile(r"\{\d|.{1000}", re.DOTALL)
+"""Patterns that repeat a number of times, which are written out when compiled, and long ones."""
 _INVISIBLE: Final = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800]|[^\s\P{Cc}]")
 """Zero-width and other characters that show nothing; white space is none of them."""
 
@@ -25,14 +32,32 @@ class PatternError(ValueError):
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises PatternError for an invalid pattern, and ValueError where the position is unknown."""
+    """Raises PatternError for an invalid pattern, and for one whose compilation exceeds limits."""
+    if (problem := _problem_of(pattern)) is not None:
+        raise PatternError(*problem)
+
+
+@lru_cache(maxsize=1024)
+def _problem_of(pattern: str) -> tuple[str, int | None] | None:
+    if _MAY_BE_COSTLY.search(pattern) is None:
+        return compilation_problem(pattern)
+    try:
+        found = call_limited(compilation_problem, pattern, memory=PATTERN_BYTES)
+    except CostlyCallError as error:
+        return f"cannot be used as a regular expression: compiling it {error}", None
+    return tuple(found) if found else None
+
+
+def compilation_problem(pattern: str) -> tuple[str, int | None] | None:
+    """Why a pattern does not compile, and the position of the error where it is known; None if it does."""
     try:
         re.compile(pattern)
         regex.compile(pattern)
     except (re.error, regex.error) as error:
-        raise PatternError(f"is no regular expression: {error}", error.pos) from None
+        return f"is no regular expression: {error}", error.pos
     except (RecursionError, OverflowError) as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        return f"is no regular expression: {error}", None
+    return None
 
 
 def search(pattern: str, texts: Iterable[str], flags: int = 0) -> bool:
