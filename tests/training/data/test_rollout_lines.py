@@ -96,6 +96,7 @@ def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
         "steps": [],
         "answer": "seven",
         "truncated": False,
+        "loop": "",
         "reward": 1,
         "criteria": [],
         "error": "",
