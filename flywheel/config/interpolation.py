@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from flywheel.config.agentjet import MARKERS
@@ -83,11 +83,14 @@ def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> 
                 waiting.append(place)
                 above[key] = WAITING
                 continue
-            if _size(value) > MAX_CHARACTERS:
+            if len(str(value)) > MAX_CHARACTERS:
                 raise _error(document, place, attempted, f"it becomes longer than {MAX_CHARACTERS} characters")
-            above[key] = _escaped(value)
+            above[key] = _mapped(value, _escaped)
         if not (left := waiting):
-            return _unmasked(OmegaConf.to_container(whole, resolve=True), texts)
+            return _mapped(
+                OmegaConf.to_container(whole, resolve=True),
+                lambda end: texts[int(end[len(MARK) :])] if isinstance(end, str) and end.startswith(MARK) else end,
+            )
     why = f"it leads back to itself, or to more than {MAX_CHAIN} others, one after another"
     raise _error(document, left[0], attempted, why)
 
@@ -102,21 +105,15 @@ def _excess(text: str, count: int) -> str:
     return ""
 
 
-def _size(value: Any) -> int:
-    """Characters of the texts in a value; other values count as one."""
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy with other values at its ends."""
     if isinstance(value, Mapping):
-        return sum(len(str(key)) + _size(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return sum(map(_size, value))
-    return len(value) if isinstance(value, str) else 1
+        return {key: _mapped(inner, change) for key, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else change(value)
 
 
 def _escaped(value: Any) -> Any:
-    """A resolved value so that OmegaConf reads no interpolation in it."""
-    if isinstance(value, Mapping):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_escaped(inner) for inner in value]
+    """A resolved value in which OmegaConf reads no interpolation."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -139,14 +136,6 @@ def _masked(value: Any, texts: list[Any]) -> Any:
 def _marked(value: Any, texts: list[Any]) -> str:
     texts.append(value)
     return f"{MARK}{len(texts) - 1}"
-
-
-def _unmasked(value: Any, texts: list[Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _unmasked(inner, texts) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_unmasked(inner, texts) for inner in value]
-    return texts[int(value[len(MARK) :])] if isinstance(value, str) and value.startswith(MARK) else value
 
 
 def _at(value: Any, place: KeyPath) -> Any:
