@@ -416,16 +416,18 @@ class JudgeClient:
         return False
 
     def _record(self, endpoint: JudgeEndpoint, part: str, error: CallError) -> None:
-        if self.capabilities.record(str(endpoint.config), part, supported=False):
-            setting = "judge.omit" if part in (SEED, TEMPERATURE) else "judge.response_format"
-            log.log(
-                logging.INFO if part in MOVED else logging.WARNING,
-                "%s does not support %s (%s); for a day it is asked otherwise%s",
-                endpoint.config,
-                LABELS[part],
-                error,
-                "" if part in MOVED else f" ({setting} sets it)",
-            )
+        name = str(endpoint.config)
+        if not self.capabilities.record(name, part, supported=False):
+            return
+        if part in MOVED:
+            log.info("%s does not support %s (%s): for a day it is sent otherwise", name, LABELS[part], error)
+            return
+        is_format = part not in (SEED, TEMPERATURE)
+        setting = f"response_format: {self.capabilities.format(name)}" if is_format else f"omit: [{part}]"
+        log.warning(
+            "%s does not support %s (%s): for a day it is asked without. Set judge.%s to do so from the start.",
+            *(name, LABELS[part], error, setting),
+        )
 
     def close(self) -> None:
         for endpoint in self.endpoints:

@@ -51,12 +51,12 @@ def test_what_the_endpoint_names_as_unsupported_is_left_out_at_once(
         assert [grader.grade(GOOD).outcome for _ in range(2)] == [Outcome.ACCEPTED] * 2
     assert [form_of(request) for request in judge.requests] == ["schema", "tool", "tool"]
     [warning] = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "does not support JSON schema" in warning.message and "judge.response_format" in warning.message
+    assert "does not support JSON schema" in warning.message and "Set judge.response_format: tool" in warning.message
     with JudgeServer(behaviour="names the temperature by param") as judge:
         grader = make(judge)
         assert [grader.grade(GOOD).outcome for _ in range(2)] == [Outcome.ACCEPTED] * 2
     assert ["temperature" in request for request in judge.requests] == [True, False, False]
-    assert "judge.omit" in caplog.records[-1].message
+    assert "Set judge.omit: [temperature]" in caplog.records[-1].message
 
 
 def test_a_wrong_value_is_the_error_of_its_request(make: Make) -> None:
