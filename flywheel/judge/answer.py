@@ -68,13 +68,14 @@ def object_in(text: str) -> dict[str, Any]:
     # One pass over the text: a decoder that looks for an object at each brace is quadratic.
     whole = text[text.find("{") : text.rfind("}") + 1]
     try:
-        return storable_value(json.loads(whole, strict=False, object_pairs_hook=_unique))
+        found: dict[str, Any] = storable_value(json.loads(whole, strict=False, object_pairs_hook=_unique))
     except RecursionError as error:
         raise UnreadableError("the JSON is nested too deeply") from error
     except UnreadableError:
         raise
     except ValueError as error:
         raise UnreadableError("there is no JSON object that is whole in the reply") from error
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

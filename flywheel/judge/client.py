@@ -365,21 +365,22 @@ class JudgeClient:
     def _blamed(self, sent: Mapping[str, Any], error: CallError) -> tuple[str | None, list[str]]:
         """The part of a rejected request that its endpoint says not to support; or those of which one may be at
         fault, the likeliest first."""
-        parts = request_parts(sent)
-        named = [part for part in parts if is_rejection_of(str(error), part, error.status)]
-        about = part_of_param(error)
         if error.code == "context_length_exceeded" or not (error.status in UNSUPPORTED or error.status >= 500):
             return None, []
+        parts = [part for part in request_parts(sent) if self._format is None or part not in tuple(ResponseFormat)]
+        named = [part for part in parts if is_rejection_of(str(error), part, error.status)]
+        about = part_of_param(error)
         if about in parts and says_unsupported(error):
-            return (None if about == self._format else about), []
+            return about, []
         if (moved := next((part for part in named if part in MOVED), None)) is not None:
             return moved, []
-        if about in (SEED, TEMPERATURE, *MOVED):
-            return None, []  # it is about the value
+        optional = [part for part in reversed(parts) if part not in MOVED]
+        if about:
+            # Another value may do, unless it is one of ours.
+            return None, [part for part in optional if part == about and part not in (SEED, TEMPERATURE)]
         is_possible = error.status in BAD_REQUEST and not THIS_CALL.search(str(error))
-        optional = [part for part in reversed(parts) if part not in (*MOVED, self._format)]
-        suspects = [part for part in optional if is_possible or part in (*named, about)]
-        return None, sorted(suspects, key=lambda part: part not in (*named, about))
+        suspects = [part for part in optional if is_possible or part in named]
+        return None, sorted(suspects, key=lambda part: part not in named)
 
     def _test(
         self,

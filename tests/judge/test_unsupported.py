@@ -154,8 +154,9 @@ def test_the_settings_say_how_the_judge_is_asked(make: Make, form: str) -> None:
     assert not any(name in request for request in judge.requests for name in ("seed", "temperature"))
 
 
+@pytest.mark.parametrize("form", ["schema", "json"])
 @pytest.mark.parametrize("behaviour", ["no schema", "names the schema by param", "refuses silently"])
-def test_a_format_that_is_set_and_refused_is_named(make: Make, behaviour: str) -> None:
+def test_a_format_that_is_set_and_refused_is_named(make: Make, behaviour: str, form: str) -> None:
     with JudgeServer(behaviour=behaviour) as judge, pytest.raises(JudgeError, match=r"judge\.response_format"):
-        make(judge, response_format="schema").grade(GOOD)
-    assert {form_of(request) for request in judge.tasks} == {"schema"}
+        make(judge, response_format=form).grade(GOOD)
+    assert {form_of(request) for request in judge.tasks} == {form}
