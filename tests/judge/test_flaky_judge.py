@@ -22,7 +22,11 @@ def test_a_reply_without_a_verdict_is_an_attempt(make: Make, way: str) -> None:
         assert (verdict.outcome, verdict.calls, judge.calls) == (Outcome.ACCEPTED, 3, 5)
         judge.behave(way)
         verdict = make(judge, max_attempts=4).grade(GOOD)
-    assert (verdict.outcome, verdict.calls, judge.calls - 5) == (Outcome.UNDECIDED, 4, 4)
+        assert (verdict.outcome, verdict.calls, judge.calls) == (Outcome.UNDECIDED, 4, 9)
+        # Calls that fail count as well.
+        judge.behave(way, "500", way, "500", *["good"] * 9)
+        verdict = make(judge, max_attempts=4).grade(GOOD)
+    assert (verdict.outcome, verdict.calls, judge.calls) == (Outcome.UNDECIDED, 2, 13)
 
 
 def test_a_reply_that_is_cut_off_is_asked_for_once_more(make: Make) -> None:
@@ -32,6 +36,7 @@ def test_a_reply_that_is_cut_off_is_asked_for_once_more(make: Make) -> None:
 
 
 def test_one_unlucky_task_of_a_single_thread_does_not_end_the_run(make: Make) -> None:
+    assert FAILURES_IN_ROW == 8
     failing = FAILURES_IN_ROW - 1
     with JudgeServer(behaviour=[*["500"] * failing, "good", *["500"] * failing, *["good"] * 30]) as judge:
         outcomes = [
