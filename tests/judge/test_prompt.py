@@ -221,6 +221,7 @@ def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> Non
         "```json\nWHOLE\n```",
         "<think>Perhaps WRONG? No.</think>\n\nWHOLE",
         "Perhaps WRONG? No.</think>\n\nWHOLE",
+        "So </think> Perhaps WRONG? No.</think>WHOLE",
         "My choice: no.\n</think>```json\nWHOLE\n```",
         "<Thinking>Perhaps WRONG?</Thinking>WHOLE",
         "<thought>Perhaps WRONG?</thought>WHOLE",
