@@ -3,14 +3,17 @@
 `efficiency_16` and `efficiency_256_1s`: the share of the ideal rate (threads / latency) that 16 threads reach with a
 judge that takes 200 ms, and 256 threads with one that takes a second. `overhead_vs_client`: what a verdict costs with
 a judge that takes no time, over what a call of the bare `openai` client costs, by as many threads, in the same run.
-The judge is a process of its own.
+`reading_1mb_vs_100kb`: how much longer the reading of a reply of 1 MB takes than that of one of 100 kB, at most over
+several texts; ten is linear. The judge is a process of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from contextlib import suppress
 from statistics import median
 from typing import Any, Final
 
@@ -20,7 +23,7 @@ from benchmarks import measurement
 from benchmarks.judge_endpoint import CRITERIA, running
 from flywheel.config import JudgeSettings
 from flywheel.judge import prompt
-from flywheel.judge.answer import response_format
+from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
@@ -113,6 +116,33 @@ def overhead(verdicts: int, repetitions: int) -> dict[str, float]:
     }
 
 
+def reading(repetitions: int) -> dict[str, float]:
+    """Texts without an object, with an object that never ends, and a verdict with a long reason."""
+    nonce = "0123456789abcdef"
+    results = {name: {"reason": "REASON", "choice": "yes"} for name in CRITERIA}
+    verdict = json.dumps({"criteria": results, "check": nonce})
+    units = ("{", '{"a":', '{"a": {}} ', "<think>", "</think>", "```", "a day has 24 hours ")
+
+    def seconds(text: str) -> float:
+        """The least of a few attempts: others run on the machine as well."""
+        times = []
+        for _ in range(repetitions):
+            began = time.process_time()
+            with suppress(UnreadableError):
+                read(RUBRIC.asked, text, nonce=nonce)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    def texts(size: int) -> list[str]:
+        broken = [unit * (size // len(unit)) for unit in units]
+        return [*broken, verdict.replace("REASON", "a day " * (size // 6 // len(results)))]
+
+    short, long = (list(map(seconds, texts(size))) for size in (100_000, 1_000_000))
+    # Less than a millisecond is noise.
+    ratios = [after / max(before, 1e-3) for before, after in zip(short, long, strict=True)]
+    return {"reading_1mb_vs_100kb": round(max(ratios), 2), "reading_1mb_ms": round(1000 * max(long), 1)}
+
+
 def main() -> None:
     options = measurement.parser("judge", __doc__).parse_args()
     for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -122,6 +152,7 @@ def main() -> None:
         **efficiency(16, 0.2, 3 if options.quick else 60, "efficiency_16"),
         **efficiency(256, 1.0, 2 if options.quick else 20, "efficiency_256_1s"),
         **overhead(160 if options.quick else 3200, 1 if options.quick else 5),
+        **reading(3 if options.quick else 10),
     }
     measurement.report(result, before, as_json=options.json)
 

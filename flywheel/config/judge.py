@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,12 @@ class JudgeSettings(Section):
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of an answer. Default: the rubric's."""
+    response_format: Literal["auto", "schema", "tool", "json", "text"] = "auto"
+    """How the judge is asked for its verdict: by a strict JSON schema, a forced tool call, JSON mode (`json_object`)
+    or words alone. Default: the first of schema, tool and text that its endpoint does not refuse. `flywheel doctor
+    --ask-judge` tries them."""
+    omit: tuple[Literal["seed", "temperature"], ...] = ()
+    """Parameters that are never sent, for models that refuse them."""
     max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)
     """Maximum number of calls in flight, up to 1024. Reduced while the endpoint is rate-limiting."""
     requests_per_minute: int | None = Field(default=None, gt=0)
@@ -64,8 +70,8 @@ class JudgeSettings(Section):
     """Token limits for judging tasks, rollouts, gates and calibrations, and for writing tasks from documents."""
     prices: JudgePrices | None = None
     """Prices of the judge; estimates and dry runs then show costs as well as tokens."""
-    max_attempts: int = Field(default=4, gt=0)
-    """Maximum attempts per call before the task is undecided."""
+    max_attempts: int = Field(default=5, gt=0)
+    """Maximum attempts per call before the task is undecided: calls that fail, and replies without a verdict."""
     max_unreadable: int = Field(default=16, gt=0)
     """Judging stops after this many tasks in a row of which no answer could be read. The next run asks about one task
     first; the daemon does so after `judge.retry_undecided_seconds`."""

@@ -1,8 +1,8 @@
 """The chat completions protocol: response formats of a request, and the parsing of what an endpoint answers.
 
-A response format or parameter that an endpoint rejects is recorded in `EndpointCapabilities` and left out of later
-requests. An entry expires after a month, because servers change. Nothing in a response is trusted: an endpoint can
-answer anything with status 200.
+A response format or parameter that an endpoint does not support is recorded in `EndpointCapabilities` and left out of
+later requests for a day, because servers change. Nothing in a response is trusted: an endpoint can answer anything
+with status 200.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-import json_repair
 import orjson
 
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line
 from flywheel.system.http_client import CallError
 
-MONTH_SECONDS: Final = 30 * 86_400.0
+DAY_SECONDS: Final = 86_400.0
 TOOL_NAME: Final = "verdict"
 """The function that a judge calls to give its verdict, where the format is a tool call."""
 
@@ -33,8 +32,12 @@ class ResponseFormat(StrEnum):
 
     SCHEMA = "schema"
     TOOL = "tool"
+    JSON = "json"
     TEXT = "text"
 
+
+AUTOMATIC: Final = (ResponseFormat.SCHEMA, ResponseFormat.TOOL, ResponseFormat.TEXT)
+"""The formats that are tried where none is set. JSON mode is none of them: under it some models never end."""
 
 SEED: Final = "seed"
 TEMPERATURE: Final = "temperature"
@@ -43,7 +46,16 @@ MAX_TOKENS: Final = "max_tokens"
 """Newer OpenAI models require `max_completion_tokens` instead."""
 SYSTEM: Final = "system"
 """The role: chat templates of some open-weight models have none."""
-PARAMETERS: Final = (SEED, TEMPERATURE, MAX_TOKENS, SYSTEM)
+MOVED: Final = (MAX_TOKENS, SYSTEM)
+"""What is sent in another place where it is refused."""
+FIELDS: Final = {
+    ResponseFormat.SCHEMA.value: ("response_format",),
+    ResponseFormat.TOOL.value: ("tools", "tool_choice"),
+    SEED: (SEED,),
+    TEMPERATURE: (TEMPERATURE,),
+    MAX_TOKENS: (MAX_TOKENS,),
+}
+"""The fields of a request that hold a part."""
 LABELS: Final = {
     ResponseFormat.SCHEMA.value: "JSON schema",
     ResponseFormat.TOOL.value: "tool call",
@@ -82,6 +94,20 @@ _REJECTIONS_BY_FAILURE: Final = {
 name much else that failed."""
 
 
+def part_of_param(error: CallError) -> str:
+    """The part of a request that an endpoint names in the field `param` of its error, such as
+    `response_format.json_schema`; empty if none."""
+    name = re.split(r"[.\[]", error.param)[0]
+    return next((part for part, fields in FIELDS.items() if name in fields), "")
+
+
+def says_unsupported(error: CallError) -> bool:
+    """Whether an error whose `param` names a part says that the part is unsupported. Other values of it may be right
+    in all other cases."""
+    unsupported = r"un(?:support|recogni|known|expect)|not (?:support|permit)|extra|deprecated"
+    return re.search(unsupported, f"{error.code} {error}", re.I) is not None
+
+
 def is_rejection_of(message: str, part: str, status: int = 400) -> bool:
     """Whether an error message rejects this part of a request: a response format or a parameter."""
     patterns = _REJECTIONS_BY_FAILURE if status >= 500 else _REJECTIONS
@@ -107,26 +133,31 @@ def request_parts(request: Mapping[str, Any]) -> list[str]:
     parts: list[str] = [parameter for parameter in (SEED, TEMPERATURE, MAX_TOKENS) if parameter in request]
     if any(message["role"] == SYSTEM for message in request["messages"]):
         parts.append(SYSTEM)
-    formats = {"response_format": ResponseFormat.SCHEMA, "tools": ResponseFormat.TOOL}
-    return parts + [form for name, form in formats.items() if name in request]
+    return parts + [form for form in (ResponseFormat.SCHEMA, ResponseFormat.TOOL) if FIELDS[form][0] in request]
 
 
-@dataclass(slots=True)
 class EndpointCapabilities:
-    """What endpoints do not support, by endpoint with model. Thread-safe."""
+    """Which parts of a request endpoints support, by endpoint with model, for a day. Thread-safe.
 
-    now: Callable[[], float] = time.time
-    _unsupported: dict[str, dict[str, float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    `testing` is held by who finds out.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.testing = threading.Lock()
+        self._now = now
+        self._found: dict[tuple[str, str], tuple[float, bool]] = {}
+
+    def supports(self, endpoint: str, part: str) -> bool | None:
+        """None if nothing was recorded within a day."""
+        since, supported = self._found.get((endpoint, part), (float("-inf"), False))
+        return supported if since + DAY_SECONDS > self._now() else None
 
     def lacks(self, endpoint: str, part: str) -> bool:
-        # Without the lock: each call asks several times, and a mapping is only ever replaced or added to.
-        since = self._unsupported.get(endpoint, {}).get(part)
-        return since is not None and since + MONTH_SECONDS > self.now()
+        return self.supports(endpoint, part) is False
 
-    def formats(self, endpoint: str) -> list[ResponseFormat]:
-        """The supported formats, the strictest first. Text always is."""
-        return [form for form in ResponseFormat if form is ResponseFormat.TEXT or not self.lacks(endpoint, form)]
+    def format(self, endpoint: str) -> ResponseFormat:
+        """The strictest one that is not known to be unsupported. Text always is supported."""
+        return next(form for form in AUTOMATIC if form is ResponseFormat.TEXT or not self.lacks(endpoint, form))
 
     def supported_request(
         self, endpoint: str, request: Mapping[str, Any], form: ResponseFormat, response_format: dict[str, Any]
@@ -144,6 +175,8 @@ class EndpointCapabilities:
             supported["messages"] = [{"role": "user", "content": text}]
         if form is ResponseFormat.SCHEMA:
             supported["response_format"] = response_format
+        elif form is ResponseFormat.JSON:
+            supported["response_format"] = {"type": "json_object"}
         elif form is ResponseFormat.TOOL:
             function = {
                 "name": TOOL_NAME,
@@ -155,33 +188,15 @@ class EndpointCapabilities:
             supported["tool_choice"] = {"type": "function", "function": {"name": TOOL_NAME}}
         return supported
 
-    def add(self, endpoint: str, part: str) -> bool:
-        """Record that the endpoint does not support this part; returns whether it was not known."""
-        if self.lacks(endpoint, part):
-            return False
-        with self._lock:
-            self._unsupported.setdefault(endpoint, {})[part] = self.now()
-            return True
-
-    def snapshot(self) -> str:
-        """All entries, as JSON to be stored; empty without any."""
-        with self._lock:
-            return json.dumps(self._unsupported, sort_keys=True) if self._unsupported else ""
-
-    def restore(self, snapshot: str) -> None:
-        """Add stored entries. An unreadable snapshot is ignored."""
-        try:
-            stored = json.loads(snapshot)
-            entries = {str(at): {str(k): float(since) for k, since in each.items()} for at, each in stored.items()}
-        except (ValueError, TypeError, AttributeError):
-            return
-        with self._lock:
-            known = self._unsupported
-            self._unsupported = {
-                at: {**entries.get(at, {}), **known.get(at, {})} for at in dict.fromkeys([*entries, *known])
-            }
+    def record(self, endpoint: str, part: str, *, supported: bool) -> bool:
+        """Record whether the endpoint supports this part; returns whether that was not known."""
+        is_new = self.supports(endpoint, part) is not supported
+        self._found[endpoint, part] = self._now(), supported
+        return is_new
 
 
+KNOWN: Final = EndpointCapabilities()
+"""What this process knows."""
 MAX_TOKEN_COUNT: Final = 100_000_000
 """No call uses more tokens: higher counts are cut to this."""
 REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
@@ -198,6 +213,8 @@ class JudgeReply:
         cut_off: The reply reached the maximum length.
         has_usage: The endpoint reported the tokens used.
         calls: 0 for a call that the endpoint rejected.
+        attempts: The attempts that it took.
+        is_final: Where there is a problem: another attempt would have it too.
         format: The response format that was requested.
         judge: The model and endpoint that answered.
     """
@@ -209,6 +226,8 @@ class JudgeReply:
     cut_off: bool = False
     has_usage: bool = False
     calls: int = 1
+    attempts: int = 1
+    is_final: bool = False
     format: ResponseFormat = ResponseFormat.TEXT
     judge: str = ""
 
@@ -239,7 +258,7 @@ def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> 
     # What was billed is kept, though it is no verdict. What was not can be retried, or concerns every call.
     if status and not any(tokens) and (failure.retryable or status in REJECTED_FOR_ALL):
         raise failure
-    return JudgeReply("", problem, *tokens, has_usage=has_usage)
+    return JudgeReply("", problem, *tokens, has_usage=has_usage, is_final=bool(error))
 
 
 def _repaired(body: bytes) -> Any:
@@ -254,12 +273,6 @@ def _repaired(body: bytes) -> Any:
 def storable_value(value: Any) -> Any:
     """A parsed JSON value without lone surrogates: JSON can spell them, UTF-8 cannot hold them."""
     return json.loads(json_line(value))
-
-
-def object_in(text: str) -> dict[str, Any]:
-    """The JSON object in a reply, mended, whatever is around it; empty without one."""
-    _, begin, rest = text.partition("{")
-    return _dict(storable_value(json_repair.loads(begin + rest)) if begin else None)
 
 
 def _completion_of_stream(body: bytes) -> dict[str, Any]:

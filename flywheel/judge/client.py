@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 import orjson
@@ -23,14 +23,20 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import ConfigError, JudgeError
 from flywheel.judge.call_seconds import CALL_SECONDS
 from flywheel.judge.chat_completions import (
+    FIELDS,
+    KNOWN,
     LABELS,
-    PARAMETERS,
+    MOVED,
+    SEED,
+    TEMPERATURE,
     EndpointCapabilities,
     JudgeReply,
     ResponseFormat,
     is_rejection_of,
     parse_response,
+    part_of_param,
     request_parts,
+    says_unsupported,
 )
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
@@ -189,6 +195,10 @@ BAD_REQUEST: Final = frozenset({400, 422})
 """Status codes that can concern the format of the request, whatever the message says."""
 UNSUPPORTED: Final = BAD_REQUEST | {404, 405, 415}
 """Status codes that concern the response format if the message names it."""
+UNDECIDED: Final = frozenset({0, 408, 429, 503})
+"""Status codes that say nothing about what was sent; 0 is that of a timeout."""
+SHORT: Final[list[ChatMessage]] = [{"role": "user", "content": "Is 2 plus 2 equal to 4? Reply in JSON."}]
+"""What is asked to find out whether a part of a request is supported."""
 KEY_REJECTED: Final = frozenset({401, 402, 403})
 HINTS: Final = {
     401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
@@ -199,7 +209,8 @@ HINTS: Final = {
 }
 """The setting to change, by status codes that every other call would get too."""
 REJECTED_HINT: Final = (
-    "Check {section}.model, judge.temperature and judge.max_tokens, and that {section}.base_url is the API's root."
+    "Check {section}.model, judge.response_format, judge.temperature and judge.max_tokens, and that"
+    " {section}.base_url is the API's root."
 )
 MODERATION: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
 """The endpoint rejects the text, in some cases with the status code of a wrong key."""
@@ -216,6 +227,9 @@ INVALID_KEY: Final = re.compile(
 """How some endpoints report a wrong key with status 400, where others answer 401."""
 COMPLETION_TOKENS: Final = 200.0
 """Expected tokens of a reply before any was received."""
+Outcome: TypeAlias = tuple[int, str]
+"""Status and code of an answer."""
+ANSWERED: Final[Outcome] = (200, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +283,7 @@ class JudgeClient:
     """Asks the judge. Thread-safe.
 
     Attributes:
-        capabilities: What its endpoints do not support.
+        capabilities: What its endpoints support.
         identity: Names its models and endpoints: a verdict of another model is another verdict.
     """
 
@@ -279,7 +293,9 @@ class JudgeClient:
         capabilities: EndpointCapabilities | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.capabilities = capabilities or EndpointCapabilities()
+        self.capabilities = capabilities or KNOWN
+        self._format = None if settings.response_format == "auto" else ResponseFormat(settings.response_format)
+        self._omit = settings.omit
         configs = endpoints_of(settings)
         self.endpoints = [JudgeEndpoint(config, settings) for config in configs]
         self.identity = "\0".join(f"{each.base_url}\0{each.model}" for each in configs)
@@ -295,20 +311,23 @@ class JudgeClient:
         max_tokens: int,
         seed: int | None = None,
         stop: threading.Event = NEVER,
+        attempts: int | None = None,
     ) -> JudgeReply:
         """One reply; a JudgeReply with a problem when the endpoint rejects this call only.
+
+        `attempts` is how many are left for it, by default `judge.max_attempts`.
 
         Raises JudgeError: retryable when every attempt failed (`stop` ends the attempts), not retryable when every
         other call would be rejected too. Raises ConfigError as `EndpointConfig.require` does.
         """
         self.endpoints[0].config.require()
-        request: dict[str, Any] = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-        if seed is not None:
-            request["seed"] = seed
+        optional = {TEMPERATURE: temperature, SEED: seed}
+        request: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens}
+        request |= {name: value for name, value in optional.items() if value is not None and name not in self._omit}
         failure: JudgeError | None = None
         for endpoint in self.endpoints[:: -1 if self._clock() < self._failover_until else 1]:
             try:
-                return self._ask(endpoint, request, response_format, stop)
+                return self._ask(endpoint, request, response_format, stop, attempts)
             except JudgeError as error:
                 if len(self.endpoints) == 1 or stop.is_set():
                     raise
@@ -319,50 +338,97 @@ class JudgeClient:
         assert failure is not None
         raise failure
 
-    def note_ignored_format(self, reply: JudgeReply) -> bool:
-        """The reply is not in the requested format. Returns whether another format is left for the next call."""
-        endpoint = next((each for each in self.endpoints if str(each.config) == reply.judge), None)
-        if endpoint is None or reply.format is ResponseFormat.TEXT:
-            return False
-        self._record(endpoint, reply.format, "ignores")
-        return True
-
     def _ask(
-        self, endpoint: JudgeEndpoint, request: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
+        self,
+        endpoint: JudgeEndpoint,
+        request: dict[str, Any],
+        response_format: dict[str, Any],
+        stop: threading.Event,
+        attempts: int | None,
     ) -> JudgeReply:
-        """In the strictest format that the endpoint supports, without the parameters that it does not.
-
-        A rejection that names a parameter or the format is recorded. After any other, text is tried.
-        """
-        name = str(endpoint.config)
-        suspected: ResponseFormat | None = None
+        """In the strictest format that the endpoint supports, without the parameters that it does not."""
+        name, is_again = str(endpoint.config), False
         while True:
-            form = ResponseFormat.TEXT if suspected else self.capabilities.formats(name)[0]
+            form = self._format or self.capabilities.format(name)
             sent = self.capabilities.supported_request(name, request, form, response_format)
             try:
-                reply = endpoint.call(sent, stop)
+                return replace(endpoint.call(sent, stop, attempts), format=form)
             except CallError as error:
-                rejected = [part for part in request_parts(sent) if is_rejection_of(str(error), part, error.status)]
-                parameter = next((part for part in rejected if part in PARAMETERS), None)
-                if parameter is not None and (error.status in BAD_REQUEST or error.status >= 500):
-                    self._record(endpoint, parameter)
-                    continue
-                is_named = form in rejected and (error.status in UNSUPPORTED or error.status >= 500)
-                is_possible = error.status in BAD_REQUEST and not THIS_CALL.search(str(error))
-                if form is ResponseFormat.TEXT or not (is_named or is_possible):
+                part, suspects = self._blamed(sent, error)
+                if part is not None:
+                    self._record(endpoint, part, error)
+                elif suspects and not is_again:
+                    is_again = True  # one odd answer: the same request may be answered
+                elif not self._test(endpoint, sent, suspects, error, stop):
                     return endpoint.rejected(error)
-                if is_named:
-                    self._record(endpoint, form)
-                else:
-                    suspected = form
-                continue
-            if suspected is not None:
-                self._record(endpoint, suspected)
-            return replace(reply, format=form)
 
-    def _record(self, endpoint: JudgeEndpoint, part: str, what: str = "does not support") -> None:
-        if self.capabilities.add(str(endpoint.config), part):
-            log.info("%s %s %s; later requests omit it", endpoint.config, what, LABELS[part])
+    def _blamed(self, sent: Mapping[str, Any], error: CallError) -> tuple[str | None, list[str]]:
+        """The part of a rejected request that its endpoint says not to support; or those of which one may be at
+        fault, the likeliest first."""
+        if error.code == "context_length_exceeded" or not (error.status in UNSUPPORTED or error.status >= 500):
+            return None, []
+        parts = [part for part in request_parts(sent) if self._format is None or part not in tuple(ResponseFormat)]
+        named = [part for part in parts if is_rejection_of(str(error), part, error.status)]
+        about = part_of_param(error)
+        if about in parts and says_unsupported(error):
+            return about, []
+        if (moved := next((part for part in named if part in MOVED), None)) is not None:
+            return moved, []
+        optional = [part for part in reversed(parts) if part not in MOVED]
+        if about:
+            # Another value may do, unless it is one of ours.
+            return None, [part for part in optional if part == about and part not in (SEED, TEMPERATURE)]
+        is_possible = error.status in BAD_REQUEST and not THIS_CALL.search(str(error))
+        suspects = [part for part in optional if is_possible or part in named]
+        return None, sorted(suspects, key=lambda part: part not in named)
+
+    def _test(
+        self,
+        endpoint: JudgeEndpoint,
+        sent: Mapping[str, Any],
+        suspects: list[str],
+        error: CallError,
+        stop: threading.Event,
+    ) -> bool:
+        """Whether the endpoint does not support one of these parts of a rejected request.
+
+        Each is tested once a day by short requests: those with it must fail twice in the same way, and one without it
+        be answered.
+        """
+        name, without = str(endpoint.config), None
+        short = {"messages": SHORT, **{key: value for key, value in sent.items() if key.startswith("max_")}}
+        with self.capabilities.testing:
+            for part in suspects:
+                if self.capabilities.supports(name, part) is None:
+                    without = without or endpoint.try_once(short, stop)
+                    if without != ANSWERED:
+                        return False
+                    asked = short | {key: sent[key] for key in FIELDS[part]}
+                    first = endpoint.try_once(asked, stop)
+                    second = first if first == ANSWERED else endpoint.try_once(asked, stop)
+                    if first is None or second is None:
+                        return False
+                    if first == second != ANSWERED:
+                        self._record(endpoint, part, error)
+                    else:
+                        self.capabilities.record(name, part, supported=True)
+                if self.capabilities.lacks(name, part):
+                    return True
+        return False
+
+    def _record(self, endpoint: JudgeEndpoint, part: str, error: CallError) -> None:
+        name = str(endpoint.config)
+        if not self.capabilities.record(name, part, supported=False):
+            return
+        if part in MOVED:
+            log.info("%s does not support %s (%s): for a day it is sent otherwise", name, LABELS[part], error)
+            return
+        is_format = part not in (SEED, TEMPERATURE)
+        setting = f"response_format: {self.capabilities.format(name)}" if is_format else f"omit: [{part}]"
+        log.warning(
+            "%s does not support %s (%s): for a day it is asked without. Set judge.%s to do so from the start.",
+            *(name, LABELS[part], error, setting),
+        )
 
     def close(self) -> None:
         for endpoint in self.endpoints:
@@ -384,8 +450,8 @@ class JudgeEndpoint:
         self._connecting = threading.Lock()
         self._connection: tuple[KeyPool, ModelHttpClient] | None = None
 
-    def call(self, request: Mapping[str, Any], stop: threading.Event) -> JudgeReply:
-        """The reply to one request, with as many attempts as the settings allow.
+    def call(self, request: Mapping[str, Any], stop: threading.Event, most: int | None = None) -> JudgeReply:
+        """The reply to one request, with at most so many attempts, by default as many as the settings allow.
 
         Raises CallError when the endpoint rejects this request, and JudgeError: retryable when every attempt failed
         (`stop` ends the attempts), not retryable when every other call would be rejected too.
@@ -402,13 +468,23 @@ class JudgeEndpoint:
             return state.attempt_number > 1 or not (isinstance(error, CallError) and fails_on_part(error))
 
         settings = self._settings
-        attempts = retrying(settings.max_attempts, settings.timeout_seconds, stop, is_retried=is_retried)
+        attempts = retrying(most or settings.max_attempts, settings.timeout_seconds, stop, is_retried=is_retried)
         try:
-            return attempts(self._attempt, orjson.dumps({"model": self.config.model, **request}), stop)
+            reply = attempts(self._attempt, request, stop)
+            self.has_answered = True
+            return replace(reply, attempts=attempts.statistics["attempt_number"])
         except CallError as error:
             if error.status and (not error.retryable or fails_on_part(error)):
                 raise
             raise self._unreachable(str(error)) from error
+
+    def try_once(self, request: Mapping[str, Any], stop: threading.Event) -> Outcome | None:
+        """Status and code of the answer to one attempt; None if they say nothing about what was sent."""
+        try:
+            self._attempt(request, stop)
+        except CallError as error:
+            return None if error.status in UNDECIDED else (error.status, error.code)
+        return ANSWERED
 
     def model_listings(self) -> list[HttpAnswer]:
         """The responses to requests for its models, which cost nothing: without a key, and with each key.
@@ -430,11 +506,13 @@ class JudgeEndpoint:
             hint = "Set {section}.base_url to {url}/v1, where most servers answer, or correct {section}.model."
         # An endpoint that accepted other calls is configured correctly: one long task must not stop the rest.
         if hint is None and (self.has_answered or concerns_call):
-            return JudgeReply("", f"the endpoint refused this call: {message}", calls=0, judge=str(self.config))
+            problem = f"the endpoint refused this call: {message}"
+            return JudgeReply("", problem, calls=0, is_final=True, judge=str(self.config))
         raise self._error(message, hint or REJECTED_HINT) from error
 
-    def _attempt(self, body: bytes, stop: threading.Event) -> JudgeReply:
+    def _attempt(self, request: Mapping[str, Any], stop: threading.Event) -> JudgeReply:
         """One attempt, with as many keys as it takes to find one that works."""
+        body = orjson.dumps({"model": self.config.model, **request})
         keys, client = self._connect()
         count = len(keys.keys)
         for left in reversed(range(count)):
@@ -469,7 +547,7 @@ class JudgeEndpoint:
                 reply = parse_response(client.post("/chat/completions", body, key.secret).body)
                 outcome = "answered"
             except ResponseTooLargeError as error:
-                reply = JudgeReply("", str(error))
+                reply = JudgeReply("", str(error), is_final=True)
             except CallError as error:
                 self._tokens.correct(-expected)
                 if error.status == 429 or error.retry_after is not None:
@@ -484,7 +562,6 @@ class JudgeEndpoint:
         finally:
             self.concurrency.release(began, throttled=throttled)
         key.rejection = ""
-        self.has_answered = True
         if reply.has_usage:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
             self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)

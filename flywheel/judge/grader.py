@@ -38,10 +38,6 @@ ANSWER_SHOWN: Final = 500
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
 
 
-class _NoReplyError(Exception):
-    """There is no text to read, and another call would not bring one."""
-
-
 class JudgeCall:
     """Asks the judge about a rubric's criteria: all in one call, or one call each. Thread-safe."""
 
@@ -54,6 +50,7 @@ class JudgeCall:
         self._nonces: deque[str] = deque(maxlen=REMEMBERED)
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
+        self._max_attempts = settings.max_attempts
 
     def run(
         self, exchange: Exchange, criteria: Sequence[Criterion], seed: int | None, stop: threading.Event
@@ -68,7 +65,7 @@ class JudgeCall:
         try:
             for group in self.groups(criteria):
                 found += self._ask(exchange, group, seed, replies, stop)
-        except (UnreadableError, _NoReplyError) as problem:
+        except UnreadableError as problem:
             error = f"the judge's reply cannot be used: {problem}"
             answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
         except JudgeError as failed:
@@ -105,12 +102,12 @@ class JudgeCall:
         replies: list[tuple[JudgeReply, int]],
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
-        """One call. After an unreadable reply the judge is told the problem and asked once more.
+        """One call. A reply without a verdict is an attempt like one that failed; the next one tells the judge the
+        problem. A second one that was cut off is the last.
 
         `replies` gets every reply, with the estimated tokens of its prompt.
-        A reply that ignores the requested format does not count: the next format is tried first.
         """
-        problem = ""
+        problem, left, cut_off = "", self._max_attempts, False
         while True:
             nonce = prompt.new_nonce()
             self._nonces.append(nonce)
@@ -125,31 +122,31 @@ class JudgeCall:
                 max_tokens=self.max_tokens,
                 seed=seed,
                 stop=stop,
+                attempts=left,
             )
             replies.append((reply, estimated_tokens))
+            left -= reply.attempts
             try:
-                return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
+                return self._read(criteria, reply, nonce)
             except UnreadableError as error:
-                if error.formless and not reply.cut_off and self._client.note_ignored_format(reply):
-                    continue
-                if problem:
+                if reply.is_final or left <= 0 or (cut_off and reply.cut_off):
                     raise
-                problem = str(error)
+                cut_off = cut_off or reply.cut_off
+                # What the judge says in place of an answer may quote the task.
+                problem = "" if reply.problem else str(error)
 
-    def _read(
-        self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str, shown: str
-    ) -> tuple[CriterionResult, ...]:
+    def _read(self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str) -> tuple[CriterionResult, ...]:
         cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
         if reply.problem:
-            raise _NoReplyError(f"{reply.problem}{cut_off}")
+            raise UnreadableError(f"{reply.problem}{cut_off}")
         # A cache or proxy can repeat the reply to another call.
         others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
         if others and not others.isdisjoint(self._nonces.copy()):
             raise UnreadableError(f"it is the reply to another call (does {reply.judge} cache replies?)")
         try:
-            return read(criteria, reply.text, nonce=nonce, shown=shown)
+            return read(criteria, reply.text, nonce=nonce)
         except UnreadableError as error:
-            raise UnreadableError(f"{error}{cut_off}", formless=error.formless) from error
+            raise UnreadableError(f"{error}{cut_off}") from error
 
 
 FIRST, AGAIN = "first", "again"

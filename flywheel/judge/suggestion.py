@@ -11,7 +11,8 @@ from typing import Any, Final
 import yaml
 
 from flywheel.errors import CheckError, JudgeError
-from flywheel.judge.chat_completions import object_in, strict_format, strict_object
+from flywheel.judge.answer import UnreadableError, object_in
+from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
@@ -128,7 +129,10 @@ def _shorten(text: str) -> str:
 
 def parse_draft(text: str) -> dict[str, Any]:
     """The object in a reply, whatever is around it. Raises _InvalidDraftError."""
-    found = object_in(text)
+    try:
+        found = object_in(text)
+    except UnreadableError:
+        found = {}
     if not isinstance(found.get("criteria"), list):
         raise _InvalidDraftError("it is no JSON object with `criteria`")
     return found

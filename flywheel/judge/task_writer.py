@@ -16,7 +16,8 @@ from msgspec import Meta, Struct
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.chat_completions import JudgeReply, object_in, strict_format
+from flywheel.judge.answer import UnreadableError, object_in
+from flywheel.judge.chat_completions import JudgeReply, strict_format
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.prompt import BLOCK, escape, new_nonce
 from flywheel.records.trace import ChatMessage
@@ -102,7 +103,7 @@ class TaskWriter:
                 replies.append(reply)
                 try:
                     draft = msgspec.convert(object_in(reply.text), Draft)
-                except msgspec.ValidationError as error:
+                except (msgspec.ValidationError, UnreadableError) as error:
                     problem = reply.problem or str(error)
         except JudgeError as error:
             if not error.retryable and not replies:

@@ -30,6 +30,8 @@ POLL_SECONDS = 0.2
 """How often a wait for a verdict checks whether to stop."""
 MAX_BATCH = 32
 """Verdicts that are stored together. In larger batches all threads would wait for one long transaction."""
+FAILURES_IN_ROW = 8
+"""Exchanges in a row on which the endpoint must fail before grading ends; more with more threads."""
 MAX_BROKEN = 50
 """Unexpected errors in a row after which grading ends: they do not come from the exchanges."""
 
@@ -81,11 +83,11 @@ def grade_batches(
     are finished and their verdicts yielded, except calls that the endpoint kept failing and calls that take longer
     than `drain_seconds`.
 
-    Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
-    row (or every time), when the grader says that the judge is unusable, and when the budget is spent
-    (BudgetSpentError). While it is unusable from the beginning, one thread asks it. An exchange that raises an
-    unexpected error gets an undecided verdict with `defect` set; MAX_BROKEN of them in a row end the grading with a
-    FlywheelError.
+    Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed FAILURES_IN_ROW and
+    `max_thread` times in a row (or every time), when the grader says that the judge is unusable, and when the budget
+    is spent (BudgetSpentError). While it is unusable from the beginning, one thread asks it. An exchange that raises
+    an unexpected error gets an undecided verdict with `defect` set; MAX_BROKEN of them in a row end the grading with
+    a FlywheelError.
     """
     pool = _Pool(
         grader,
@@ -206,6 +208,7 @@ class _Pool(Generic[K, E, P]):
 
     def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
         running = len(self.stored)
+        most = max(running, FAILURES_IN_ROW)
         # Exchanges that the judge was asked about; of the last ones in a row, how many were unreachable, or broken.
         asked = streak = broken = 0
         last_error = ""
@@ -232,7 +235,7 @@ class _Pool(Generic[K, E, P]):
                     streak = streak + 1 if verdict.unreachable else 0
                     last_error = verdict.error or last_error
                     unusable = self.grader.unusable
-                    if streak >= len(self.stored) or (streak and unusable is not None):
+                    if streak >= most or (streak and unusable is not None):
                         self.closed.set()
                     if verdict.is_failed_attempt and unusable is not None:
                         self.closed.set()
@@ -241,7 +244,7 @@ class _Pool(Generic[K, E, P]):
                 yield batch
             for _, _, stored in finished:
                 stored.put(True)
-        if self.error is None and streak and (streak >= len(self.stored) or streak == asked):
+        if self.error is None and streak and (streak >= most or streak == asked):
             self.error = JudgeError(
                 "continue judging",
                 f"the judge failed {streak} times in a row; the last error: {last_error}",

@@ -131,16 +131,26 @@ class CallError(Exception):
 
     Attributes:
         status: Status code of the response; 0 when none came.
+        code, param: What the response says of its error in fields of these names; else empty.
         retry_after: Delay that the endpoint requested, in seconds.
         retryable: Whether the same call may succeed in a moment.
     """
 
     def __init__(
-        self, message: str, *, status: int = 0, retry_after: float | None = None, final: bool = False
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        code: str = "",
+        param: str = "",
+        retry_after: float | None = None,
+        final: bool = False,
     ) -> None:
         """`final` excludes a retry whatever the status is."""
         super().__init__(message)
         self.status = status
+        self.code = code
+        self.param = param
         self.retry_after = retry_after
         self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
 
@@ -185,9 +195,15 @@ class ModelHttpClient:
         answer = self._send(partial(self._client.post, content=body), path, key)
         if 200 <= answer.status < 300:
             return answer
+        error = _error_of(answer)
+        message, code = error.get("message", error), error.get("code")
+        # An account without credit, for which others answer 402: no delay helps.
+        is_out_of_quota = answer.status == 429 and "insufficient_quota" in (error.get("type"), code)
         raise CallError(
-            f"it answered {answer.status} ({_error_message(answer)})",
-            status=402 if _is_out_of_quota(answer) else answer.status,
+            f"it answered {answer.status} ({' '.join(str(message).split())[:300]})",
+            status=402 if is_out_of_quota else answer.status,
+            code=str(code or ""),
+            param=str(error.get("param") or ""),
             retry_after=parse_retry_after(answer.headers.get("retry-after", "")),
         )
 
@@ -318,26 +334,16 @@ class _DeadlineStream(httpcore2.NetworkStream):
         return self._stream.get_extra_info(info)
 
 
-def _error_message(answer: HttpAnswer) -> str:
-    """What an unsuccessful response says, in one line."""
+def _error_of(answer: HttpAnswer) -> dict[str, Any]:
+    """The error object of an unsuccessful response; what is no object is its `message`."""
     if location := answer.headers.get("location"):
-        return f"redirect to {redact_secrets(location)[:200]}"
+        return {"message": f"redirect to {redact_secrets(location)[:200]}"}
     try:
         body = orjson.loads(answer.body)
         error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message", error) if isinstance(error, dict) else error
     except orjson.JSONDecodeError:
-        text = answer.body[:2000].decode("utf-8", "replace")
-    return " ".join(str(text).split())[:300]
-
-
-def _is_out_of_quota(answer: HttpAnswer) -> bool:
-    """Whether a 429 of OpenAI means an account without credit, where others answer 402: no delay helps."""
-    try:
-        error = orjson.loads(answer.body)["error"]
-        return answer.status == 429 and "insufficient_quota" in (error.get("type"), error.get("code"))
-    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
-        return False
+        error = answer.body[:2000].decode("utf-8", "replace")
+    return error if isinstance(error, dict) else {"message": error}
 
 
 def retrying(

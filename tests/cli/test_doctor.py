@@ -19,7 +19,7 @@ from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
-from tests.factories.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
@@ -307,17 +307,33 @@ def test_keys_of_a_judge(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_question_to_the_judge_is_one_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.judge.content = lambda request: {"criteria": {"x": {}}}  # type: ignore[method-assign]
+def test_a_question_to_the_judge_in_each_format(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.judge.content = lambda request: {"criteria": {"x": {}}, "opinion": "agree"}  # type: ignore[method-assign]
     bench.judge.models = None
     found = bench("--ask-judge")["judge"]
-    assert (found["result"], bench.judge.calls) == ("ok", 1)
-    assert found["figures"] == {"prompt_tokens": 100, "completion_tokens": 20}
+    assert found["result"] == "ok", found
+    assert [form_of(request) for request in bench.judge.requests] == ["text", "json", "tool", "schema"]
+    assert "schema: obeyed, tool: obeyed, json: obeyed, text: obeyed" in found["found"]
+    assert found["figures"] == {"prompt_tokens": 400, "completion_tokens": 80}
+    # Refused in words: the next format is used.
+    bench.judge.behave("no schema")
+    found = bench("--ask-judge")["judge"]
+    assert found["result"] == "ok" and "response_format is not supported" in found["found"]
+    # Ignored in silence: nothing else would tell.
+    bench.judge.content = lambda request: {"criteria": {"x": {}}, "is_equal": True}  # type: ignore[method-assign]
+    bench.judge.behave("good")
+    found = bench("--ask-judge")["judge"]
+    assert_failed(
+        found, "schema: ignored, tool: ignored, json: obeyed", "judge.response_format: json", result="warning"
+    )
+    found = bench("--ask-judge", judge={"response_format": "text"})["judge"]
+    assert found["result"] == "ok"
+    bench.judge.requests.clear()
     bench.judge.behave("401")
     assert_failed(bench("--ask-judge")["judge"], "401")
     bench.judge.behave("500")
     assert_failed(bench("--ask-judge")["judge"], "500")
-    assert bench.judge.calls == 3
+    assert bench.judge.calls == 2
 
 
 def test_a_backup_is_looked_at_too(bench: Bench) -> None:

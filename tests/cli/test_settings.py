@@ -37,7 +37,7 @@ def test_each_setting_has_its_value_in_effect_and_its_origin(
     assert found["judge.max_thread"] == (3, f"{file}:3")
     assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), f"{file}:5")
     assert found["sources.1.type"] == ("jsonl", f"{file}:6")
-    assert found["judge.max_attempts"] == (4, "default")
+    assert found["judge.max_attempts"] == (5, "default")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "$OPENAI_BASE_URL")
     assert found["state.dir"] == (str(tmp_path / "home"), "$FLYWHEEL_HOME")
     assert found["tracking.dir"] == (str(tmp_path / "home" / "tracking"), "default")

@@ -30,8 +30,7 @@ from tests.waiting import until
 
 PROSE = "ignoring, nonsense"
 TASKS, THREADS, MOST = 100, 16, 16
-FORMATS = 2
-"""Calls with a schema and with a tool, before an answer is known to be neither; each thread may make them once."""
+ATTEMPTS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +44,20 @@ def test_filter_ends_with_69_after_a_bounded_number_of_calls_and_the_next_run_as
 ) -> None:
     with JudgeServer(behaviour=PROSE) as judge:
         bench = Bench(flywheel, tmp_path, judge)
-        bench.settings = {"max_thread": THREADS}
+        bench.settings = {"max_thread": THREADS, "max_attempts": ATTEMPTS}
         bench.rubric(RUBRIC["criteria"])
         bench.lines(*["good: \\boxed{1}"] * TASKS)
         ran = bench("filter")
         assert ran.code == EXIT_UNAVAILABLE
         assert "times in a row no answer could be read" in ran.err and "it said: result: GOOD" in ran.err
-        # Those that made the streak, and those that were in flight by then; two calls each.
+        # Those that made the streak, and those that were in flight by then.
         in_streak = MOST + THREADS - 1
-        assert MOST <= judge.calls <= 2 * in_streak + FORMATS * THREADS
+        assert ATTEMPTS * MOST <= judge.calls <= ATTEMPTS * in_streak
         for _ in range(3):
             before = judge.calls
             again = bench("filter", "--json")
             assert again.code == EXIT_UNAVAILABLE and again.json["judged"] == 1
-            assert 1 <= judge.calls - before <= 2 + FORMATS
+            assert judge.calls - before == ATTEMPTS
         assert "no answer could be read" in bench("status").out
         judge.behave("good")
         well = bench("filter", "--json")
@@ -80,9 +79,9 @@ def test_another_judge_is_asked_at_once(flywheel: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_single_readable_answer_ends_the_streak(flywheel: Run, tmp_path: Path) -> None:
-    with JudgeServer(behaviour=[*[PROSE] * 4, "good"]) as judge:
+    with JudgeServer(behaviour=[*[PROSE] * 3, "good"]) as judge:
         bench = Bench(flywheel, tmp_path, judge)
-        bench.settings = {"max_thread": 1, "max_unreadable": 4}
+        bench.settings = {"max_thread": 1, "max_unreadable": 4, "max_attempts": 1}
         bench.lines(*["good: \\boxed{1}"] * 30)
         shown = bench("filter", "--json")
     assert shown.code == 0
@@ -93,13 +92,13 @@ def test_a_single_readable_answer_ends_the_streak(flywheel: Run, tmp_path: Path)
 def test_a_comparison_of_rubrics_ends_as_well(flywheel: Run, tmp_path: Path) -> None:
     with JudgeServer(behaviour=PROSE) as judge:
         bench = Bench(flywheel, tmp_path, judge)
-        bench.settings = {"max_thread": 2}
+        bench.settings = {"max_thread": 2, "max_attempts": ATTEMPTS}
         bench.lines(*["good: \\boxed{1}"] * TASKS)
         old = bench.rubric([{"id": "other", "value": "It is nice."}], name="old.yaml")
         ran = bench("filter", "--against", old, "--json")
         assert ran.code == EXIT_UNAVAILABLE and "no answer could be read" in ran.json["error"]
-        # Two calls for each of the two rubrics.
-        assert judge.calls <= 4 * (MOST + 2) + 2 * FORMATS * 2
+        # For each of the two rubrics.
+        assert judge.calls <= 2 * ATTEMPTS * (MOST + 2)
 
 
 async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(store: Store, tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(st
         for _ in range(5):
             for name, number in (await run()).items():
                 total[name] += number
-        assert total == {"dead": 1, "calls": judge.calls} and judge.calls == 3 * 2 + FORMATS
+        assert total == {"dead": 1, "calls": judge.calls} and judge.calls == 3 * ATTEMPTS
         assert await states(store) == {"dead": 1}
         [letter] = await store.read(dead_letters.in_states, [DeadLetterState.OPEN])
         assert "the judge was asked 3 times" in letter.error

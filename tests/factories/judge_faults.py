@@ -25,7 +25,12 @@ def _has_system_message(request: dict[str, Any]) -> bool:
 USAGE = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
 SHORT = "max_tokens is too large: 2048. This model supports at most 1024 completion tokens."
 NO_ROLE = "System role not supported at row 1, column 46:\n{{ raise_exception('System role') }}"
-REFUSALS: dict[str, tuple[tuple[Callable[[dict[str, Any]], bool], int, str], ...]] = {
+OVERLONG = (
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in 9012 tokens (8000 in the "
+    "messages, 1012 in the response_format schemas and the functions). Please reduce the length of the messages or "
+    "schemas."
+)
+REFUSALS: dict[str, tuple[tuple[Callable[[dict[str, Any]], bool], int, str | dict[str, Any]], ...]] = {
     "no schema": ((_has("response_format"), 400, "response_format is not supported"),),
     "no schema, no tools": (
         (_has("response_format"), 422, "response_format: extra fields not permitted"),
@@ -46,9 +51,34 @@ REFUSALS: dict[str, tuple[tuple[Callable[[dict[str, Any]], bool], int, str], ...
     "breaks on a system message": ((_has_system_message, 500, NO_ROLE),),
     "short answers only": ((bool, 400, SHORT),),
     "too long": ((bool, 400, "This model's maximum context length is 4096 tokens."),),
+    "overlong": ((bool, 400, {"message": OVERLONG, "param": "messages", "code": "context_length_exceeded"}),),
+    "overlong without a code": ((bool, 400, OVERLONG),),
+    "names the schema by param": (
+        (
+            _has("response_format"),
+            400,
+            {"message": "'response_format' is not supported.", "param": "response_format", "code": None},
+        ),
+    ),
+    "names the temperature by param": (
+        (
+            _has("temperature"),
+            400,
+            {"message": "Only the default is allowed.", "param": "temperature", "code": "unsupported_value"},
+        ),
+    ),
+    "temperature too high": (
+        (
+            _has("temperature"),
+            400,
+            {"message": "'temperature' is above 2.", "param": "temperature", "code": "decimal_above_max_value"},
+        ),
+    ),
+    "refuses temperature silently": ((_has("temperature"), 400, "Bad request"),),
+    "odd": ((bool, 400, "Bad request"),),
     "moderated": ((bool, 403, "Your input was flagged by moderation."),),
 }
-"""Requests that an endpoint refuses: which, with what status and message. Others it answers."""
+"""Requests that an endpoint refuses: which, with what status and message or fields. Others it answers."""
 ERROR_OBJECTS: dict[str, Any] = {
     "error object": {"error": {"message": "overloaded", "code": 529}},
     "error object 429": {"error": {"message": "slow down", "code": 429}},

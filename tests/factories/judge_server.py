@@ -18,6 +18,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+from flywheel.judge.chat_completions import KNOWN
 from flywheel.judge.prompt import parse_sections
 from tests.factories.judge_faults import ERROR_OBJECTS, REFUSALS, chat_completion, stream
 from tests.factories.local_server import JsonHandler, LocalServer
@@ -64,10 +65,18 @@ class JudgeServer(LocalServer):
         self._behaviours: Iterator[str] = cycle([behaviour] if isinstance(behaviour, str) else behaviour)
         self._lock = threading.Lock()
         super().__init__(_handler(self))
+        # A judge of another test may have had this port.
+        for known in [key for key in KNOWN._found if self.base_url in key[0]]:
+            del KNOWN._found[known]
 
     @property
     def calls(self) -> int:
         return len(self.requests)
+
+    @property
+    def tasks(self) -> list[dict[str, Any]]:
+        """The requests about tasks: all but the short ones by which clients find out what is supported."""
+        return [each for each in self.requests if parse_sections(each["messages"][-1]["content"])]
 
     def behave(self, *behaviours: str) -> None:
         self._behaviours = cycle(behaviours)
@@ -106,6 +115,8 @@ class JudgeServer(LocalServer):
     def content(self, request: dict[str, Any]) -> dict[str, Any]:
         """A whole and truthful reply, by the criteria of the request's schema or else its system message."""
         shown = parse_sections(request["messages"][-1]["content"])
+        if not shown:  # a short request, of which only the status counts
+            return {"criteria": {"any": {}}}
         good = self.verdict(shown["QUESTION"], shown["ANSWER"])
         return {
             "criteria": {
@@ -116,6 +127,13 @@ class JudgeServer(LocalServer):
         }
 
 
+def form_of(request: dict[str, Any]) -> str:
+    """The response format, as `judge.response_format` names it."""
+    if "response_format" in request:
+        return "schema" if request["response_format"]["type"] == "json_schema" else "json"
+    return "tool" if "tools" in request else "text"
+
+
 def nonce_of(request: dict[str, Any]) -> str:
     """The token that the judge is asked to repeat."""
     told = re.search(r'"check": "([0-9a-f]{16})"', request["messages"][0]["content"])
@@ -124,7 +142,7 @@ def nonce_of(request: dict[str, Any]) -> str:
 
 def _criteria(request: dict[str, Any]) -> dict[str, list[str]]:
     schema = None
-    if wanted := request.get("response_format"):
+    if "json_schema" in (wanted := request.get("response_format") or {}):
         schema = wanted["json_schema"]["schema"]
     elif tools := request.get("tools"):
         schema = tools[0]["function"]["parameters"]
@@ -160,7 +178,8 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
             good = partial(self.completion, "good", request)
             said_no = next((row for row in REFUSALS.get(behaviour, ()) if row[0](request)), None)
             if said_no:
-                self.send(said_no[1], {"error": {"code": said_no[1], "message": said_no[2]}})
+                _, status, error = said_no
+                self.send(status, {"error": error if isinstance(error, dict) else {"code": status, "message": error}})
             elif behaviour[:3].isdigit():
                 waits = {"Retry-After": "0.01", "in a minute": "60", "tomorrow": "86400"}
                 wait = next((wait for words, wait in waits.items() if words in behaviour), None)

@@ -36,7 +36,7 @@ def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     ) -> Grader:
         rubric = rubric or request.module.RUBRIC
         settings = JudgeSettings(**{"model": "the-judge", "base_url": judge.base_url, "max_attempts": 3, **more})
-        client = JudgeClient(settings_for(rubric, settings), capabilities)
+        client = JudgeClient(settings_for(rubric, settings), capabilities or EndpointCapabilities())
         return open_graders.enter_context(closing(Grader(rubric, settings, client)))
 
     with ExitStack() as open_graders:

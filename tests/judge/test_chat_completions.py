@@ -6,15 +6,10 @@ import logging
 
 import pytest
 
-from flywheel.judge.chat_completions import (
-    MONTH_SECONDS,
-    EndpointCapabilities,
-    ResponseFormat,
-    is_rejection_of,
-)
+from flywheel.judge.chat_completions import is_rejection_of
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
-from tests.factories.judge_server import JudgeServer, nonce_of
+from tests.factories.judge_server import JudgeServer, form_of, nonce_of
 from tests.judge.conftest import GOOD, Make
 
 RUBRIC = Rubric.model_validate(
@@ -24,23 +19,20 @@ BAD = Exchange("What is 3 plus 4?", "seven")
 
 
 def formats(judge: JudgeServer) -> list[str]:
-    return [
-        "schema" if "response_format" in request else "tool" if "tools" in request else "text"
-        for request in judge.requests
-    ]
+    return [form_of(request) for request in judge.tasks]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "asked"),
     [
         ("good", ["schema", "schema", "schema"]),
-        ("no schema", ["schema", "tool", "tool", "tool"]),
-        ("no schema, no tools", ["schema", "tool", "text", "text", "text"]),
-        # The refusal does not say what it is about: words are tried, and since they work it was the schema.
-        ("refuses silently", ["schema", "text", "tool", "tool"]),
-        # The reply shows that nobody looked at the schema, but it carries the nonce: it is used, and not asked again.
-        ("ignoring, prose", ["schema", "schema", "schema"]),
-        ("ignoring, without nonce", ["schema", "tool", "text", "text", "text", "text", "text", "text"]),
+        # What is refused is sent once more, and then tested by short requests.
+        ("no schema", ["schema", "schema", "tool", "tool", "tool"]),
+        ("no schema, no tools", ["schema", "schema", "tool", "text", "text", "text"]),
+        ("refuses silently", ["schema", "schema", "tool", "tool", "tool"]),
+        # The reply shows that nobody looked at the schema, but it carries the nonce: it is used.
+        ("ignoring, prose", ["schema"] * 3),
+        ("ignoring, without nonce", ["schema"] * 9),
     ],
 )
 def test_the_strictest_format_that_is_left(make: Make, behaviour: str, asked: list[str]) -> None:
@@ -60,50 +52,21 @@ def test_a_tool_call_is_forced_and_read(make: Make) -> None:
     assert tool["tools"][0]["function"]["parameters"]["required"] == ["criteria", "check"]
 
 
-def test_capabilities_outlive_the_process(make: Make) -> None:
-    with JudgeServer(behaviour="no schema, no tools") as judge:
-        first = make(judge)
-        first.grade(GOOD)
-        later = EndpointCapabilities()
-        later.restore(first.client.capabilities.snapshot())
-        assert make(judge, capabilities=later).grade(GOOD).outcome is Outcome.ACCEPTED
-        assert formats(judge) == ["schema", "tool", "text", "text"]
-        make(judge, capabilities=later, model="another").grade(GOOD)
-        assert formats(judge)[4:] == ["schema", "tool", "text"], "it is recorded for one model"
-
-
-def test_capabilities_expire_after_a_month() -> None:
-    now = [1e9]
-    capabilities = EndpointCapabilities(lambda: now[0])
-    assert capabilities.add("m at http://x", ResponseFormat.SCHEMA)
-    assert not capabilities.add("m at http://x", ResponseFormat.SCHEMA)
-    assert capabilities.formats("m at http://x") == [ResponseFormat.TOOL, ResponseFormat.TEXT]
-    now[0] += MONTH_SECONDS + 1
-    assert capabilities.formats("m at http://x") == list(ResponseFormat)
-
-
-@pytest.mark.parametrize("stored", ["", "{", "[]", '{"x": 3}', '{"x": {"schema": "y"}}', "null"])
-def test_a_broken_snapshot_is_ignored(stored: str) -> None:
-    capabilities = EndpointCapabilities()
-    capabilities.add("x", ResponseFormat.TOOL)
-    capabilities.restore(stored)
-    assert capabilities.formats("x") == [ResponseFormat.SCHEMA, ResponseFormat.TEXT]
-
-
 def test_the_retry_shows_the_problem_in_the_format_that_is_left(make: Make) -> None:
-    with JudgeServer(behaviour=["no schema, no tools"] * 3 + ["missing criterion", "good"]) as judge:
+    with JudgeServer(behaviour="no schema, no tools") as judge:
         grader = make(judge)
         grader.grade(GOOD)
+        judge.behave("missing criterion", "good")
         verdict = grader.grade(GOOD)
     assert (verdict.outcome, verdict.calls) == (Outcome.ACCEPTED, 2)
     assert "missing: correct" in judge.requests[-1]["messages"][-1]["content"]
     assert formats(judge)[-2:] == ["text", "text"]
 
 
-@pytest.mark.parametrize("behaviour", ["fenced", "broken json", "prose"])
-def test_text_is_read_in_fences_prose_and_broken_json(make: Make, behaviour: str) -> None:
-    with JudgeServer(behaviour=["no schema, no tools", "no schema, no tools", behaviour, behaviour]) as judge:
-        grader = make(judge)
+@pytest.mark.parametrize("behaviour", ["fenced", "prose"])
+def test_text_is_read_in_fences_and_prose(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
+        grader = make(judge, response_format="text")
         good = grader.grade(GOOD)
         bad = grader.grade(BAD)
     assert (good.outcome, bad.outcome) == (Outcome.ACCEPTED, Outcome.REJECTED), (good.error, bad.error)
@@ -118,7 +81,7 @@ def test_parameters_that_are_not_known_are_left_out_from_then_on(
     with JudgeServer(behaviour="no seed") as judge:
         assert make(judge, twice).grade(GOOD).outcome is Outcome.ACCEPTED
         assert make(judge, twice).grade(GOOD).outcome is Outcome.ACCEPTED
-    assert ["seed" in request for request in judge.requests] == [False, True, False] * 2
+    assert ["seed" in request for request in judge.tasks] == [False, True, True, False] * 2
     with JudgeServer(behaviour="newer") as judge:
         grader = make(judge)
         for _ in range(2):
@@ -136,7 +99,7 @@ def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour
         grader = make(judge)
         for _ in range(2):
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
-    assert judge.calls == 3, "it is recorded once"
+    assert len(judge.tasks) == (4 if behaviour == "no temperature" else 3), "it is recorded once"
     last = judge.requests[-1]
     assert ("temperature" in last) is (behaviour != "no temperature")
     assert ("max_tokens" in last) is (behaviour != "no max_tokens")
@@ -151,7 +114,7 @@ def test_a_server_that_fails_where_others_reject_is_asked_in_another_format(make
         grader = make(judge)
         for _ in range(2):
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
-    assert judge.calls == 4, "one each for schema and tools, and the two that were answered"
+    assert formats(judge) == ["schema", "schema", "tool", "text", "text"]
 
 
 def test_a_failure_that_names_nothing_that_was_sent_is_a_failure(make: Make) -> None:
@@ -208,7 +171,7 @@ def test_one_call_for_each_criterion(make: Make) -> None:
 def test_one_unreadable_criterion_of_several_calls_is_no_verdict_but_is_billed(make: Make) -> None:
     each = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"per_criterion": True})})
     with JudgeServer(behaviour=["good", "unknown choice", "unknown choice"]) as judge:
-        verdict = make(judge, each).grade(GOOD)
+        verdict = make(judge, each, max_attempts=2).grade(GOOD)
     assert (verdict.outcome, verdict.score, verdict.results) == (Outcome.UNDECIDED, None, ())
     assert (verdict.calls, verdict.prompt_tokens) == (3, 300)
 

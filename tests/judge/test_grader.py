@@ -84,6 +84,11 @@ PASSING = {
     "error object 429",
 }
 UNREADABLE = {
+    "choices of text",
+    "content of thoughts",
+    "empty choices",
+    "empty content",
+    "refusal",
     "truncated verdict",
     "missing criterion",
     "unknown criterion",
@@ -92,6 +97,7 @@ UNREADABLE = {
     "quoted verdict",
     "cut off",
 }
+TRIES = {**dict.fromkeys(PASSING | UNREADABLE | {"stream"}, 3), "cut off": 2}
 NO_VERDICT = sorted({*FAULTS, "nonsense"} - {"400", "401", "403", "404", "422", "prose", "no schema"})
 
 
@@ -101,12 +107,10 @@ def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: Make, fault: str)
         verdict = make(judge).grade(GOOD)
     assert (verdict.outcome, verdict.score) == (Outcome.UNDECIDED, None)
     assert verdict.error
-    # What is no object at all shows that the endpoint ignores schemas, and then tools: words are tried, twice.
-    tries = {"nonsense": 4, **dict.fromkeys(PASSING, 3), **dict.fromkeys(UNREADABLE - {"nonsense"}, 2)}
-    assert judge.calls == tries.get(fault, 1)
+    assert len(judge.tasks) == TRIES.get(fault, 1)
     assert verdict.unreachable is (fault in PASSING)
     if fault in UNREADABLE:
-        billed = (tries[fault], 100 * tries[fault], 20 * tries[fault])
+        billed = (TRIES[fault], 100 * TRIES[fault], 20 * TRIES[fault])
         assert (verdict.calls, verdict.prompt_tokens, verdict.completion_tokens) == billed
     if fault in PASSING | {"too long"}:
         assert (verdict.calls, verdict.prompt_tokens) == (0, 0)
@@ -119,7 +123,7 @@ def test_a_fault_that_passes_is_retried(make: Make, fault: str) -> None:
     assert judge.calls == 3
 
 
-def test_after_an_unreadable_reply_the_judge_is_told_once_what_was_wrong(make: Make) -> None:
+def test_after_an_unreadable_reply_the_judge_is_told_what_was_wrong(make: Make) -> None:
     with JudgeServer(behaviour=["missing criterion", "good"]) as judge:
         verdict = make(judge).grade(GOOD)
     assert verdict.outcome is Outcome.ACCEPTED
@@ -180,7 +184,7 @@ def test_the_reply_to_another_call_is_no_verdict(make: Make) -> None:
         grader = make(judge)
         first, second = grader.grade(Exchange("What is 1 plus 1?", "\\boxed{2}")), grader.grade(GOOD)
     assert first.outcome is Outcome.ACCEPTED
-    assert (second.outcome, second.calls) == (Outcome.UNDECIDED, 2)
+    assert (second.outcome, second.calls) == (Outcome.UNDECIDED, 3)
     assert "another call" in second.error
 
 
@@ -196,7 +200,7 @@ def test_an_endpoint_without_schemas_is_learned_once(make: Make) -> None:
         grader = make(judge)
         for _ in range(3):
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
-    assert ["response_format" in request for request in judge.requests] == [True, False, False, False]
+    assert ["response_format" in request for request in judge.tasks] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_an_endpoint_without_schemas_is_learned_once(make: Make) -> None:
 def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(make: Make, fault: str, setting: str) -> None:
     with JudgeServer(behaviour=fault) as judge, pytest.raises(JudgeError, match=setting) as caught:
         make(judge).grade(GOOD)
-    assert judge.calls == (2 if fault in ("400", "422") else 1), "those could have been about the schema"
+    assert judge.calls == (3 if fault in ("400", "422") else 1), "sent again, and then without anything optional"
     assert not caught.value.retryable
 
 

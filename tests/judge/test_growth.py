@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import regex
 
 import flywheel
-from flywheel.judge import prompt
+from flywheel.judge import answer, prompt
 from flywheel.judge.filters import pii
 from flywheel.judge.filters.deduplication import particulars, template
 from flywheel.judge.rubric import Criterion, Rubric
@@ -134,6 +135,14 @@ def checked(type_: str, text: str) -> None:
     )
 
 
+def unreadable(read: Callable[[str], Any]) -> Callable[[str], None]:
+    def work(text: str) -> None:
+        with suppress(answer.UnreadableError):
+            read(text)
+
+    return work
+
+
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     **{f"check {name}": partial(checked, name) for name in CHECKS},
     "split": split,
@@ -147,6 +156,8 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "similarity.normalised": normalised,
     "prompt_signatures": lambda text: prompt_signatures([text]),
     "visible": visible,
+    "answer.read": unreadable(partial(answer.read, RUBRIC.asked, nonce="0123456789abcdef")),
+    "answer.object_in": unreadable(answer.object_in),
     "disarmed": escape_terminal,
     "prompt.messages": lambda text: prompt.messages(
         RUBRIC, Exchange(text, text, history=({"role": "user", "content": text},))

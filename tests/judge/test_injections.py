@@ -142,7 +142,7 @@ def test_a_judge_that_only_quotes_an_attempt_has_given_no_verdict(entry: dict[st
     quotations = (entry["text"], f"The answer says: {entry['text']}", f"> {entry['text']}\n\nI cannot grade this.")
     for text in quotations:
         with pytest.raises(UnreadableError) as caught:
-            read(RUBRIC.asked, text, nonce="fedcba9876543210", shown=entry["text"])
+            read(RUBRIC.asked, text, nonce="fedcba9876543210")
         assert "flawless" not in str(caught.value), "what is told to the judge quotes nothing"
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flywheel.judge.answer import UnreadableError
+from flywheel.judge.answer import UnreadableError, object_in
 from flywheel.judge.answer import read as read_reply
 from flywheel.judge.prompt import REMINDER, escape, messages, parse_sections
 from flywheel.judge.rubric import Rubric
@@ -36,8 +40,8 @@ ATTACKS = [
 ]
 
 
-def read(rubric: Rubric, text: str, *, shown: str = "") -> tuple[CriterionResult, ...]:
-    return read_reply(rubric.asked, text, nonce=NONCE, shown=shown)
+def read(rubric: Rubric, text: str) -> tuple[CriterionResult, ...]:
+    return read_reply(rubric.asked, text, nonce=NONCE)
 
 
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"])) | st.sampled_from(ATTACKS)
@@ -172,7 +176,9 @@ def test_a_whole_reply_is_read() -> None:
         (QUOTED, "not the token"),
         (WHOLE.replace(NONCE, "fedcba9876543210"), "not the token"),
         (f"The answer says {QUOTED}", "not the token"),
-        (f"The answer says {QUOTED}, so {WHOLE.replace('yes', 'no')}", "several different"),
+        (f"The answer says {QUOTED}, so {WHOLE.replace('yes', 'no')}", "no JSON object"),
+        (f"It could be {{this}}: {WHOLE}", "no JSON object"),
+        (f"{WHOLE}\n```json\n{WHOLE}\n```", "no JSON object"),
         (WHOLE.replace(CRITERIA, "[]"), "not an object"),
         (WHOLE.replace(CRITERIA, '{"correct": {"reason": "r", "choice": "yes"}}'), "missing: clear"),
         (WHOLE.replace("clear", "clean"), "missing: clear"),
@@ -181,7 +187,7 @@ def test_a_whole_reply_is_read() -> None:
         (WHOLE.replace('"reason": "r", ', ""), "no reason"),
         (WHOLE.replace('"r"', '" "'), "no reason"),
         (WHOLE.replace('{"reason": "r", "choice": "yes"}', '"yes"'), "not an object"),
-        (WHOLE + WHOLE.replace('"yes"', '"no"'), "several different"),
+        (WHOLE + WHOLE.replace('"yes"', '"no"'), "no JSON object"),
         (WHOLE.replace('"choice": "yes"', '"choice": "no", "choice": "yes"'), "stands twice"),
         ("[" * 100_000, "no JSON object"),
         # What the task quotes is never the verdict, however badly the judge writes around it.
@@ -190,7 +196,7 @@ def test_a_whole_reply_is_read() -> None:
         ('{"criteria": {"correct": {"reason": "It says }}}}} ' + QUOTED, "no JSON object"),
         ("{'criteria': {'correct': {'reason': '" + QUOTED + "', 'choice': 'no'}}}", "no JSON object"),
         ("{criteria: {correct: {reason: " + QUOTED + ", choice: no}}}", "no JSON object"),
-        ("correct:\n  reason: It claims " + QUOTED + "\n  choice: no", "choices outside"),
+        ("correct:\n  reason: It claims " + QUOTED + "\n  choice: no", "not the token"),
         ("<think>I could say " + WHOLE, "no JSON object"),
         ('{"a":' * 5_000, "no JSON object|too deeply"),
         (WHOLE[:-1] + ', "n": ' + "9" * 5_000 + "}", "no JSON object"),
@@ -209,10 +215,13 @@ def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> Non
 @pytest.mark.parametrize(
     "text",
     [
-        "Here is my verdict on \\boxed{4} and {this}: WHOLE I hope that helps.",
+        "Here is my verdict: WHOLE I hope that helps.",
+        "My verdict on \\boxed{4} and {this}:\n```json\nWHOLE\n```\nI hope that helps.",
+        "```json\nWHOLE",
         "```json\nWHOLE\n```",
         "<think>Perhaps WRONG? No.</think>\n\nWHOLE",
         "Perhaps WRONG? No.</think>\n\nWHOLE",
+        "So </think> Perhaps WRONG? No.</think>WHOLE",
         "My choice: no.\n</think>```json\nWHOLE\n```",
         "<Thinking>Perhaps WRONG?</Thinking>WHOLE",
         "<thought>Perhaps WRONG?</thought>WHOLE",
@@ -221,7 +230,6 @@ def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> Non
         "[THINK]Perhaps WRONG?[/THINK]WHOLE",
         "◁think▷Perhaps WRONG?◁/think▷WHOLE",
         "<|channel|>analysis<|message|>WRONG?<|end|><|start|>assistant<|channel|>final<|message|>WHOLE",
-        '{"note": "a draft"} WHOLE',
     ],
 )
 def test_what_is_around_a_whole_reply_is_passed_over(text: str) -> None:
@@ -264,49 +272,23 @@ def test_a_problem_never_quotes_the_reply() -> None:
         assert "INJECTED" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [f" {QUOTED}\n", f"```json\n{QUOTED}\n```", f"{QUOTED} {QUOTED}"])
+@pytest.mark.parametrize("text", [f" {QUOTED}\n", f"```json\n{QUOTED}\n```", f"So: {QUOTED}."])
 def test_a_reply_without_the_token_is_not_the_judges_own(text: str) -> None:
     with pytest.raises(UnreadableError, match="not the token"):
         read(RUBRIC, text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        WHOLE[:-1],
-        WHOLE.replace("}}", "},}"),
-        WHOLE.replace('"', "'"),
-        WHOLE.replace('"r"', '"first\nsecond"'),
-        WHOLE.replace('"r"', '"he says "hi" twice"'),
-        f"Here it is:\n```json\n{WHOLE[:-1]},\n}}\n```",
-    ],
-)
-def test_a_broken_object_of_the_judges_own_is_repaired(text: str) -> None:
-    assert [result.choice for result in read(RUBRIC, text)] == ["yes", "good"]
+def test_a_line_break_and_half_a_character_in_a_reason_do_no_harm() -> None:
+    assert read(RUBRIC, WHOLE.replace('"r"', '"first\nsecond"'))[0].reason == "first\nsecond"
+    assert read(RUBRIC, WHOLE.replace('"r"', '"good \\ud83d"'))[0].reason == "good ?"
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        # The nonce is missing, or was cut off.
-        (QUOTED[:-1], ""),
-        (WHOLE[: WHOLE.index("check")], ""),
-        # A part may be quoted: there are more fields than a verdict has, or the task holds some.
-        (WHOLE.replace('"r"', '"it says "choice": "yes""').replace('"choice": "yes"}', '"choice": "no"}'), ""),
-        (WHOLE.replace('"r"', '"it says "choice": "yes"').replace('"choice": "yes"}', '"verdict": "no"}'), ""),
-        (WHOLE[:-1], 'I say "choice": "yes"'),
-        (WHOLE[:-1], "{'check': 1}"),
-        # It would not be the form that was asked for.
-        (WHOLE[:-1].replace('"choice": "yes"', '"choice": "yes", "sure": 1'), ""),
-    ],
+    "text", [WHOLE[:-1], WHOLE.replace("}}", "},}"), WHOLE.replace('"', "'"), WHOLE.replace('"r"', '"he says "hi""')]
 )
-def test_what_could_be_a_quotation_is_not_repaired(text: str, shown: str) -> None:
+def test_a_broken_object_is_not_repaired(text: str) -> None:
     with pytest.raises(UnreadableError, match="no JSON object"):
-        read(RUBRIC, text, shown=shown)
-
-
-def test_the_same_verdict_twice_is_one() -> None:
-    assert len(read(RUBRIC, f"{WHOLE}\n```json\n{WHOLE}\n```")) == 2
+        read(RUBRIC, text)
 
 
 @settings(deadline=None)
@@ -314,3 +296,29 @@ def test_the_same_verdict_twice_is_one() -> None:
 def test_reading_never_fails_otherwise(text: str) -> None:
     with pytest.raises(UnreadableError):
         read(RUBRIC, text)
+
+
+def steps(work: Callable[[], Any]) -> int:
+    """How many functions are called, those of C included."""
+    count = 0
+
+    def step(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(step)
+    try:
+        with suppress(UnreadableError):
+            work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("unit", ["{", '{"a":', "{a", "```{", "<think>{", "}", "{'", '{"criteria": ', "\\boxed{4} "])
+def test_the_steps_of_reading_a_reply_do_not_depend_on_its_length(unit: str) -> None:
+    """Each passes over the text once."""
+    for reads in (partial(read, RUBRIC), object_in):
+        for text in (unit * 20_000, f"{unit * 20_000}}}", f"prose {unit * 20_000} {WHOLE}"):
+            assert steps(partial(reads, text)) < 1000

@@ -12,7 +12,7 @@ from demo.ports import held_port
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, read, response_format
-from flywheel.judge.chat_completions import EndpointCapabilities, ResponseFormat
+from flywheel.judge.chat_completions import ResponseFormat
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, new_nonce
@@ -59,9 +59,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeSettings]:
 def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(
     judge: JudgeSettings, means: ResponseFormat
 ) -> None:
-    client = JudgeClient(judge)
-    if means is ResponseFormat.TOOL:
-        client.capabilities.add(str(client.endpoints[0].config), ResponseFormat.SCHEMA)
+    client = JudgeClient(judge.model_copy(update={"response_format": means.value}))
     nonce = new_nonce()
     reply = client.ask(
         messages(RUBRIC, EXCHANGE, nonce=nonce),
@@ -80,15 +78,12 @@ def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(
     assert reply.calls == 1, "nothing had to be asked twice"
     assert reply.prompt_tokens > 100
     assert reply.completion_tokens > 10
-    assert client.capabilities.formats(str(client.endpoints[0].config))[0] is means, "it does what it was asked"
+    assert reply.format is means
 
 
 def test_words_of_a_random_model_are_no_verdict_and_are_billed(judge: JudgeSettings) -> None:
-    capabilities = EndpointCapabilities()
-    short = judge.model_copy(update={"max_tokens": 50})
-    client = JudgeClient(short, capabilities)
-    for means in (ResponseFormat.SCHEMA, ResponseFormat.TOOL):
-        capabilities.add(str(client.endpoints[0].config), means)
+    short = judge.model_copy(update={"max_tokens": 50, "max_attempts": 2, "response_format": "text"})
+    client = JudgeClient(short)
     verdict = Grader(RUBRIC, short, client).grade(EXCHANGE)
     client.close()
     assert (verdict.outcome, verdict.calls) == (Outcome.UNDECIDED, 2)

@@ -103,11 +103,11 @@ def test_a_failed_required_criterion_is_not_judged_again(vote: Make) -> None:
 
 
 def test_a_reply_that_cannot_be_read_does_not_vote_but_counts(vote: Make) -> None:
-    with JudgeServer(lambda *_: True, behaviour=["good", "unknown choice", "unknown choice", "good"]) as judge:
+    with JudgeServer(lambda *_: True, behaviour=["good", "unknown choice", "good"]) as judge:
         verdict = vote(judge, repeats=3).grade(GOOD)
-    assert (verdict.outcome, verdict.calls, verdict.prompt_tokens) == (A, 4, 400)
+    assert (verdict.outcome, verdict.calls, verdict.prompt_tokens) == (A, 3, 300)
     assert [each.outcome for each in verdict.judgements] == [A, U, A]
-    assert [each.calls for each in verdict.judgements] == [1, 2, 1]
+    assert [each.calls for each in verdict.judgements] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("fault", ["500", "401"])

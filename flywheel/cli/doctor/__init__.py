@@ -68,7 +68,9 @@ def doctor(
     ask_judge: Annotated[
         bool,
         typer.Option(
-            "--ask-judge", help="Also ask each judge one short question (about 50 tokens, which may cost money)."
+            "--ask-judge",
+            help="Also ask each judge a short question in each response format (some 300 tokens, which may cost"
+            " money).",
         ),
     ] = False,
     as_json: JsonOption = False,

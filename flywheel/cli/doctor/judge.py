@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
@@ -17,10 +17,13 @@ from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
 from flywheel.daemon.rounds.suites import suites_of
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
+from flywheel.judge.answer import UnreadableError, object_in
+from flywheel.judge.chat_completions import AUTOMATIC, JudgeReply, ResponseFormat, strict_format
 from flywheel.judge.client import KEY_REJECTED, EndpointConfig, JudgeClient, JudgeEndpoint, endpoints_of, settings_for
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
+from flywheel.records.trace import ChatMessage
 from flywheel.system.http_client import HttpAnswer
 from flywheel.system.terminal import quantity
 
@@ -28,15 +31,14 @@ TIMEOUT_SECONDS: Final = 10.0
 """Longest wait for a list of models."""
 LISTED: Final = 6
 """Models that are named when the configured one is not among them."""
-_ASK: Final = "`flywheel doctor --ask-judge` asks it one question."
-_QUESTION: Final = 'Is 2 plus 2 equal to 4? Reply with {"answer": "yes"} or {"answer": "no"}.'
-_ANSWER_TOKENS: Final = 64
-_ANSWER: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {"answer": {"type": "string", "enum": ["yes", "no"]}},
-    "required": ["answer"],
-    "additionalProperties": False,
-}
+_ASK: Final = "`flywheel doctor --ask-judge` asks it a question."
+_QUESTION: Final = "Is 2 plus 2 equal to 4? Reply in JSON."
+_ANSWER_TOKENS: Final = 1024
+"""Room for the thoughts of a reasoning model."""
+_OPINIONS: Final = ("agree", "disagree")
+_ANSWER: Final = strict_format("answer", {"opinion": {"type": "string", "enum": list(_OPINIONS)}})
+"""Names that the question does not have: a model that sees no schema does not use them."""
+_OBEYED: Final = "obeyed"
 
 
 def check_judge(config: Config, *, ask: bool = False) -> Iterator[Finding]:
@@ -140,26 +142,53 @@ def _models(who: EndpointConfig, without_key: HttpAnswer, by_key: list[HttpAnswe
 
 
 def _asked(who: EndpointConfig, settings: JudgeSettings, listed: Finding) -> Finding:
-    """The answer to one short question, in one attempt."""
+    """The answers to one short question in each response format, in one attempt each."""
+    said: dict[ResponseFormat, str] = {}
+    refused: set[ResponseFormat] = set()
+    figures = {"prompt_tokens": 0, "completion_tokens": 0}
+    for form in reversed(ResponseFormat):
+        try:
+            reply = _answer(who, settings, form)
+        except FlywheelError as error:
+            if form is ResponseFormat.TEXT:
+                return Finding.from_error(who.section, error, subject=str(who))
+            refused.add(form)
+            said[form] = error.why
+        else:
+            figures = {name: number + getattr(reply, name) for name, number in figures.items()}
+            said[form] = reply.problem or (_OBEYED if _obeys(form, reply.text) else "ignored")
+    tokens = f"{figures['prompt_tokens']} tokens sent, {figures['completion_tokens']} received"
+    text = f"it answers ({', '.join(f'{form}: {said[form]}' for form in ResponseFormat)}; {tokens})"
+    if listed.result is not Result.OK:
+        text = f"{text}, although {listed.text}"
+    used = next(form for form in AUTOMATIC if form not in refused)
+    if settings.response_format != "auto":
+        used = ResponseFormat(settings.response_format)
+    result, remedy = Result.OK, ""
+    if said[used] != _OBEYED:
+        best = next((form for form in ResponseFormat if said[form] == _OBEYED), ResponseFormat.TEXT)
+        result, remedy = Result.WARNING, f"Set judge.response_format: {best}; tasks are asked by {used}."
+    return Finding(who.section, result, text, remedy, str(who), figures=figures)
+
+
+def _answer(who: EndpointConfig, settings: JudgeSettings, form: ResponseFormat) -> JudgeReply:
+    """Raises FlywheelError where the endpoint does not answer."""
     alone = {name: getattr(who, name) for name in ("model", "base_url", "api_key_env")}
-    client = JudgeClient(settings.model_copy(update=alone | {"backup": None, "max_attempts": 1}))
-    schema = {"name": "answer", "strict": True, "schema": _ANSWER}
+    once = {"backup": None, "max_attempts": 1, "response_format": form.value}
+    client = JudgeClient(settings.model_copy(update=alone | once))
+    question: list[ChatMessage] = [{"role": "user", "content": _QUESTION}]
     try:
-        reply = client.ask(
-            [{"role": "user", "content": _QUESTION}],
-            response_format={"type": "json_schema", "json_schema": schema},
-            temperature=0.0,
-            max_tokens=_ANSWER_TOKENS,
-        )
-    except FlywheelError as error:
-        return Finding.from_error(who.section, error, subject=str(who))
+        reply = client.ask(question, response_format=_ANSWER, temperature=0.0, max_tokens=_ANSWER_TOKENS)
     finally:
         client.close()
     if not reply.calls:
-        return Finding(who.section, Result.FAILED, reply.problem, "Correct judge.model or its endpoint.", str(who))
-    figures = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
-    tokens = f"{reply.prompt_tokens} tokens sent, {reply.completion_tokens} received"
-    text = f"it answers (asked by {reply.format.value}; {tokens})"
-    if listed.result is not Result.OK:
-        text = f"{text}, although {listed.text}"
-    return Finding(who.section, Result.OK, text, subject=str(who), figures=figures)
+        raise JudgeError(f"ask the judge {who}", reply.problem, "Correct judge.model or its endpoint.")
+    return reply
+
+
+def _obeys(form: ResponseFormat, text: str) -> bool:
+    try:
+        answer = object_in(text)
+    except UnreadableError:
+        return form is ResponseFormat.TEXT
+    return form in (ResponseFormat.TEXT, ResponseFormat.JSON) or answer.get("opinion") in _OPINIONS

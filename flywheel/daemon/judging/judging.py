@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CAPABILITIES_NOTE: Final = "judge_means"
-"""Key of the note on what the judge's endpoints do not support."""
 UNREADABLE_NOTE: Final = "judge_unreadable"
 """Key, with the hash of the judge, of the note on how many of its answers in a row could not be read."""
 CLAIMED_PER_THREAD: Final = 4
@@ -211,9 +209,6 @@ class TaskJudging:
             self._pre_filter.stop = run.stop
         report = run.report
         self._loop = asyncio.get_running_loop()
-        capabilities = self.grader.client.capabilities
-        if known := await self._store.read(database.noted, CAPABILITIES_NOTE):
-            capabilities.restore(known)
         unreadable_note = f"{UNREADABLE_NOTE} {self.grader.judge_hash}"
         self.grader.unreadable = unreadable = int(await self._store.read(database.noted, unreadable_note) or 0)
         try:
@@ -233,8 +228,6 @@ class TaskJudging:
             run.has_ended = True
             if run.claimed:
                 await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
-        if capabilities.snapshot() != known:
-            await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
         if self.grader.unreadable != unreadable:
             await self._store.write(database.note, unreadable_note, str(self.grader.unreadable or ""))
         if self.grader.unusable and report.error is not None and not report.error.retryable:

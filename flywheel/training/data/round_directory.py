@@ -65,7 +65,9 @@ KEPT = (SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL
 NOT_MIRRORED: Final = frozenset({LOG_FILE, WORKER_LOCK, SYNC_DIR, ADAPTER_DIR})
 """What only the worker uses, or only the trainer. See `mirrored_folder`."""
 NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
-    "judge": frozenset({"budget", "prices", "max_thread", "timeout_seconds", "max_attempts"}),
+    "judge": frozenset(
+        {"budget", "prices", "max_thread", "timeout_seconds", "max_attempts", "response_format", "omit"}
+    ),
     "training": frozenset({"save_steps", "judge_wait_seconds", "max_undecided_share", "max_uses"}),
 }
 """Settings with which a round may go on when they have changed."""

@@ -257,6 +257,7 @@ def test_another_round_in_the_same_place_starts_over_and_says_what_changed(
     "settings",
     [
         changed("judge", max_thread=3, budget={"tokens_per_day": 5, "tokens_per_run": None}),
+        changed("judge", response_format="tool", omit=["seed"]),
         changed("training", save_steps=1, judge_wait_seconds=1.0),
         changed("daemon", round_attempts=9),
     ],

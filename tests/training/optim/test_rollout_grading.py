@@ -172,7 +172,7 @@ def test_each_verdict_is_written_down_with_its_purpose_and_what_costs_nothing_is
     assert [(each.purpose, each.calls, each.tokens) for each in used] == [
         (Purpose.ROUNDS, 1, COST),
         (Purpose.GATES, 1, COST),
-        (Purpose.GATES, 2, 2 * COST),
+        (Purpose.GATES, 1, COST),
     ]
     assert UsageFile(tmp_path).read(end) == ([], end)
 
