@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.serving.server.sent_adapters import SentAdapters
+from flywheel.system.files import remembered_tree_sha256
 from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
 
 MAX_BYTES: Final = 65536
@@ -45,7 +47,8 @@ class AdapterSlots:
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. With
-        `sha256`, a directory that is not there is the copy with that hash. Raises RefusedError.
+        `sha256`, its files must have that hash, and a directory that is not there is the copy with it. Raises
+        RefusedError.
 
         vLLM itself would load pickled weights, and would look for other names on the hub. With more adapters than
         slots it would move weights at each request, and on a CPU, where the last slot must stay empty, answer
@@ -59,12 +62,15 @@ class AdapterSlots:
         if not isinstance(path, str) or "\0" in path:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
         sha256 = wanted.pop("sha256", None)
-        if self.sent is not None and isinstance(sha256, str):
+        if not isinstance(sha256, str | None):
+            raise RefusedError(400, "`sha256` must be the hash of the adapter's files, a text")
+        if self.sent is not None and sha256 is not None:
             path = str(await asyncio.to_thread(self.sent.find, path, sha256))
             body = json.dumps({**wanted, "lora_path": path}).encode()
         if not await asyncio.to_thread(os.path.isdir, path):
             raise RefusedError(404, f"No adapter found for {path}")
-        if why := await asyncio.to_thread(why_unloadable, Path(path)):
+        check = functools.partial(why_unloadable, sha256=sha256, hash_of=remembered_tree_sha256)
+        if why := await asyncio.to_thread(check, Path(path)):
             raise RefusedError(400, f"the adapter is refused: {why}")
         async with self._one_at_a_time:
             if self.most is not None:
