@@ -126,7 +126,7 @@ class ConcurrencyLimit:
 
 @dataclass(slots=True)
 class Key:
-    """One key. `place` is its position in the pool, from 1. `rejection` is how the endpoint rejected it, if it did."""
+    """One key. `place` is its position in the pool, from 1; `rejection` how the endpoint rejected it, if it did."""
 
     place: int
     secret: str = field(repr=False)

@@ -31,9 +31,10 @@ def why_unloadable(
 ) -> str:
     """Why the adapter in a folder must not be loaded; empty if it may be.
 
-    Only safetensors cannot hold code. With `sha256`, the files must be those that were evaluated, as `hash_of` has it (`tree_sha256`). With `base_model`,
-    which is for a server that answers with the adapter from its start, without verification, the weights must also be
-    whole, of a rank of at most `max_rank`, and trained on that model.
+    Only safetensors cannot hold code. With `sha256`, the files must be those that were evaluated, by `hash_of`
+    (`tree_sha256` if it is None). With `base_model`, which is for a server that answers with the adapter from its
+    start, without verification, the weights must also be whole, of a rank of at most `max_rank`, and trained on that
+    model.
     """
     try:
         if not folder.is_dir():

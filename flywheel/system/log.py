@@ -19,7 +19,6 @@ from typing import Final
 from flywheel.secrets import redact_secrets
 from flywheel.system.terminal import escape_terminal
 
-
 LOG_SECONDS: Final = 60.0
 """Shortest time between two warnings of the same kind that clients cause."""
 _logged: Final[dict[str, float]] = {}
