@@ -1,8 +1,8 @@
 """Compares an adapter with the layers of a base model, by their names as vLLM maps them, and by their shapes.
 
 vLLM 0.32 leaves out matrices whose names fit no layer, and answers with the base model, without a word. The base
-model is built on torch's meta device, without weights. Runs in vLLM's API server, where transformers is loaded, and as
-a process of an interpreter that has it: `python -P -m flywheel.serving.base_layers`, with JSON on standard input.
+model is built on torch's meta device, without weights. Runs in vLLM's API server, where transformers is loaded, and
+as a process of an interpreter that has it: `python -P -m flywheel.serving.base_layers`, with JSON on standard input.
 """
 
 from __future__ import annotations
