@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flywheel.system.log import log_rarely
 from flywheel.system.server_limits import ServerLimits
+
+log = logging.getLogger(__name__)
 
 SHARE_OF_DESCRIPTORS: Final = 4
 """A server uses at most this fraction (1/4) of the file descriptors that the process may open."""
@@ -48,7 +51,9 @@ class Protocol(H11Protocol):
         if len(self.connections) > self._others.most:
             # Not the new one: a few silent clients would then keep everyone out.
             next(iter(self._others.waiting))._end()
-            log_rarely("more than %d connections: those that are waited for longest are closed", self._others.most)
+            log_rarely(
+                log, "more than %d connections: those that are waited for longest are closed", self._others.most
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._go_on()
@@ -113,4 +118,4 @@ def handle_accept_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any
         loop.default_exception_handler(context)
     else:
         host, port, *_ = listening.getsockname()
-        log_rarely("connections at %s:%d cannot be accepted: %s. Clients try again.", host, port, error.strerror)
+        log_rarely(log, "connections at %s:%d cannot be accepted: %s. Clients try again.", host, port, error.strerror)

@@ -23,10 +23,9 @@ LOG_SECONDS: Final = 60.0
 """Shortest time between two warnings of the same kind that clients cause."""
 _logged: Final[dict[str, float]] = {}
 """When each message was logged last."""
-log = logging.getLogger(__name__)
 
 
-def log_rarely(message: str, *values: object) -> None:
+def log_rarely(log: logging.Logger, message: str, *values: object) -> None:
     """Log a warning, at most once in LOG_SECONDS for each `message`, whatever its values."""
     if _is_due(message):
         log.warning(message, *values)

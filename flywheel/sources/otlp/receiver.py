@@ -161,7 +161,7 @@ async def _refuse(scope: Scope, send: Send, refusal: RefusedError) -> None:
     if refusal.status < 500 and refusal.status not in (404, 405):
         # These were spans, and not every client reports the loss.
         sender = scope["client"][0] if scope.get("client") else "a client"
-        log_rarely(f"answered %s with {refusal.status}: %s", sender, str(refusal)[:_LOGGED_CHARACTERS])
+        log_rarely(log, f"answered %s with {refusal.status}: %s", sender, str(refusal)[:_LOGGED_CHARACTERS])
     encoding = _encoding_of(scope) or Encoding.JSON
     body = refused(encoding, _CODES.get(refusal.status, code_pb2.UNKNOWN), str(refusal))
     await respond(send, refusal.status, body, encoding.value, refusal.headers)
