@@ -122,9 +122,12 @@ async def test_many_bodies_at_once_are_all_read(tmp_path: Path) -> None:
     """60 of 5 MB where one may have 32 MB, in small: more than may arrive at once."""
     busy, body = Busy(), b'{"model": "agent"}'.ljust(100_000)
     async with running("serve", tmp_path, busy, FLYWHEEL_MAX_BODY_BYTES="640000") as target:
-        opened = [await target.connected(chat_head(len(body)) + body[:-9]) for _ in range(60)]
-        for client in target.clients:
-            client.write(body[-9:])
+        opened = [await target.connected(chat_head(len(body)) + body[:-14_000]) for _ in range(60)]
+        for piece in (body[-14_000:-9000], body[-9000:-9], body[-9:]):
+            # Each of them has been read in part while there is no room. The oldest one must go on.
+            await asyncio.sleep(0.1)
+            for client in target.clients:
+                client.write(piece)
         await until(lambda: busy.read == 60, "all requests in vLLM")
         busy.may_answer.set()
         async with asyncio.timeout(WAIT_SECONDS):
