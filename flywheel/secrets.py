@@ -108,6 +108,11 @@ def keys_in(text: str) -> list[str]:
     return [key for part in text.split("|") if (key := part.strip())]
 
 
+def is_sendable(key: str) -> bool:
+    """Whether a header of HTTP can hold a key."""
+    return key.isascii() and key.isprintable()
+
+
 def environment_without_secrets() -> dict[str, str]:
     """The environment of this process for programs that must not see any secret."""
     return {name: value for name, value in os.environ.items() if not _is_secret(name)}

@@ -37,7 +37,7 @@ READERS = {"studio", "spans", "otlp", "calls", "jsonl"}
 HEAVY = {"sentence_transformers", "torch", "transformers", "trl", "peft", "vllm", "ray"}
 MAY_BE_HEAVY = {
     "retrieval/encoder", "retrieval/encoder_training", "retrieval/trained_encoder",
-    "training/data", "training/engine", "training/optim", "training/worker",
+    "serving/base_layers", "training/data", "training/engine", "training/optim", "training/worker",
 }  # fmt: skip
 
 

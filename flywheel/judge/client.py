@@ -132,12 +132,12 @@ class ConcurrencyLimit:
 
 @dataclass(slots=True)
 class Key:
-    """One key. `place` is its position in the pool, from 1. `rejection` is why the endpoint rejected it, or empty."""
+    """One key. `place` is its position in the pool, from 1; `rejection` how the endpoint rejected it, if it did."""
 
     place: int
     secret: str = field(repr=False)
     rests_until: float = 0.0
-    rejection: str = ""
+    rejection: CallError | None = None
 
 
 @dataclass(slots=True)
@@ -162,8 +162,8 @@ class KeyPool:
                         self._turn = key.place % len(self.keys)
                         return key
                 wait = min(key.rests_until for key in self.keys) - now
-                if all(key.rejection for key in self.keys):
-                    raise CallError(self.keys[-1].rejection, status=401)
+                if all(key.rejection for key in self.keys) and (last := self.keys[-1].rejection):
+                    raise CallError(f"{last}, and so for each of {len(self.keys)} keys", status=last.status)
             beat(wait)
             if wait > longest:
                 raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
@@ -178,10 +178,10 @@ class KeyPool:
             rest = min(THROTTLED_SECONDS if seconds is None else seconds, MAX_REST_SECONDS)
             key.rests_until = max(key.rests_until, self.clock() + rest)
 
-    def reject(self, key: Key, reason: str) -> bool:
+    def reject(self, key: Key, rejection: CallError) -> bool:
         """Let a rejected key rest; returns whether another key was not rejected."""
         with self._lock:
-            key.rejection = reason
+            key.rejection = rejection
             if len(self.keys) > 1:
                 key.rests_until = self.clock() + REJECTED_SECONDS
             return any(not other.rejection for other in self.keys)
@@ -521,7 +521,7 @@ class JudgeEndpoint:
                 return self._send(client, keys, key, body, stop)
             except CallError as error:
                 is_rejected = error.status in KEY_REJECTED and not MODERATION.search(str(error))
-                if is_rejected and not keys.reject(key, str(error)) and count > 1:
+                if is_rejected and not keys.reject(key, error) and count > 1:
                     raise CallError(f"{error}, and so for each of {count} keys", status=error.status) from error
                 if not left or not (is_rejected or error.status == 429):
                     raise
@@ -561,7 +561,7 @@ class JudgeEndpoint:
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)
-        key.rejection = ""
+        key.rejection = None
         if reply.has_usage:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
             self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)

@@ -171,9 +171,12 @@ def _exchange(line: Mapping[str, Any], tasks: Mapping[str, dict[str, Any]]) -> E
     metadata: dict[str, Any] = dict(raw_metadata) if isinstance(raw_metadata, dict) else {}
     if line.get("reference") is not None:
         metadata.setdefault("reference", line["reference"])
+    history = line.get("init_messages") or []
+    if not isinstance(history, list) or any(not isinstance(message, dict) for message in history):
+        raise _LineError("`init_messages` is not a list of messages")
     trajectory, tools = (_objects(metadata, key) for key in ("trajectory_json", "tools_json"))
     partial_line = {"task_id": str(line.get("task_id", "")), "metadata": metadata}
-    return Exchange(query, answer, tuple(line.get("init_messages") or ()), trajectory, tools, line=partial_line)
+    return Exchange(query, answer, tuple(history), trajectory, tools, line=partial_line)
 
 
 def _objects(metadata: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +21,20 @@ PICKLED: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 """Suffixes of weights in the pickle format, which can run code when they are loaded."""
 
 
-def why_unloadable(folder: Path, *, sha256: str | None = None, base_model: str = "", max_rank: int = 0) -> str:
+def why_unloadable(
+    folder: Path,
+    *,
+    sha256: str | None = None,
+    base_model: str = "",
+    max_rank: int = 0,
+    hash_of: Callable[[Path], str] | None = None,
+) -> str:
     """Why the adapter in a folder must not be loaded; empty if it may be.
 
-    Only safetensors cannot hold code. With `sha256`, the files must be those that were evaluated. With `base_model`,
-    which is for a server that answers with the adapter from its start, without verification, the weights must also be
-    whole, of a rank of at most `max_rank`, and trained on that model.
+    Only safetensors cannot hold code. With `sha256`, the files must be those that were evaluated, by `hash_of`
+    (`tree_sha256` if it is None). With `base_model`, which is for a server that answers with the adapter from its
+    start, without verification, the weights must also be whole, of a rank of at most `max_rank`, and trained on that
+    model.
     """
     try:
         if not folder.is_dir():
@@ -37,7 +45,7 @@ def why_unloadable(folder: Path, *, sha256: str | None = None, base_model: str =
                     return f"{Path(place, name)} can hold code that runs when it is loaded: only safetensors are"
         if base_model and (why := _why_unfit(folder, base_model, max_rank)):
             return why
-        if sha256 is not None and tree_sha256(folder) != sha256:
+        if sha256 is not None and (hash_of or tree_sha256)(folder) != sha256:
             return why_changed(folder)
     except OSError as error:
         return f"{error.filename or folder} cannot be read: {error.strerror or error}"

@@ -7,6 +7,8 @@ from typing import Final
 ALIAS_VARIABLE: Final = "FLYWHEEL_ALIAS"
 """The aliases, one a line."""
 BASE_VARIABLE: Final = "FLYWHEEL_BASE_MODEL"
+BASE_PATH_VARIABLE: Final = "FLYWHEEL_BASE_PATH"
+"""The base model's folder or hub name: adapters are compared with its layers. Not set: they are not."""
 FILE_VARIABLE: Final = "FLYWHEEL_ALIAS_FILE"
 LOADED_VARIABLE: Final = "FLYWHEEL_LOADED_ADAPTERS"
 """JSON: the names of the adapters that the server starts with."""

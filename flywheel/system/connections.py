@@ -9,32 +9,19 @@ import asyncio
 import errno
 import logging
 import resource
-import time
 from typing import Any, Final
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from flywheel.system.log import log_rarely
 from flywheel.system.server_limits import ServerLimits
 
 log = logging.getLogger(__name__)
 
 SHARE_OF_DESCRIPTORS: Final = 4
 """A server uses at most this fraction (1/4) of the file descriptors that the process may open."""
-LOG_SECONDS: Final = 60.0
-"""Shortest time between two log lines about too many connections, or about missing descriptors."""
 _NO_RESOURCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def log_rarely(message: str, *values: object) -> None:
-    """Log a warning, at most once in LOG_SECONDS."""
-    now = time.monotonic()
-    if now - _logged.get(message, -LOG_SECONDS) >= LOG_SECONDS:
-        _logged[message] = now
-        log.warning(message, *values)
-
-
-_logged: Final[dict[str, float]] = {}
-"""When each message was logged."""
 
 
 class Connections:
@@ -64,7 +51,9 @@ class Protocol(H11Protocol):
         if len(self.connections) > self._others.most:
             # Not the new one: a few silent clients would then keep everyone out.
             next(iter(self._others.waiting))._end()
-            log_rarely("more than %d connections: those that are waited for longest are closed", self._others.most)
+            log_rarely(
+                log, "more than %d connections: those that are waited for longest are closed", self._others.most
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._go_on()
@@ -81,6 +70,12 @@ class Protocol(H11Protocol):
         # Before the base class handles the next request, which may have arrived already.
         self._wait()
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # The request was answered before the rest of its body proved to be wrong.
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -123,4 +118,4 @@ def handle_accept_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any
         loop.default_exception_handler(context)
     else:
         host, port, *_ = listening.getsockname()
-        log_rarely("connections at %s:%d cannot be accepted: %s. Clients try again.", host, port, error.strerror)
+        log_rarely(log, "connections at %s:%d cannot be accepted: %s. Clients try again.", host, port, error.strerror)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -300,6 +301,17 @@ def tree_sha256(directory: Path) -> str:
     for piece in tree_bytes(directory):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def remembered_tree_sha256(directory: Path) -> str:
+    """`tree_sha256`, computed once for the same files by path, inode, size and time of the last change."""
+    found = sorted((str(path), path.stat()) for path in directory.rglob("*") if path.is_file())
+    return _remembered(directory, tuple((path, it.st_ino, it.st_size, it.st_mtime_ns) for path, it in found))
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(directory: Path, _files: tuple[tuple[str, int, int, int], ...]) -> str:
+    return tree_sha256(directory)
 
 
 SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")

@@ -36,7 +36,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from flywheel.secrets import masked_url, redact_secrets, register_secret, whole_url
+from flywheel.secrets import is_sendable, masked_url, redact_secrets, register_secret, whole_url
 from flywheel.system.heartbeat import beat
 
 MAX_ANSWER_BYTES: Final = 4 << 20
@@ -215,6 +215,8 @@ class ModelHttpClient:
         import openai
 
         register_secret(key)
+        if not is_sendable(key):
+            raise CallError("its key cannot be sent: a character beyond ASCII or a line end is in it", status=401)
         headers = {**HEADERS, "authorization": f"Bearer {key}" if key else openai.Omit()}
         if method is not self._client.get:
             headers["content-type"] = "application/json"

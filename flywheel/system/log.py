@@ -19,6 +19,30 @@ from typing import Final
 from flywheel.secrets import redact_secrets
 from flywheel.system.terminal import escape_terminal
 
+LOG_SECONDS: Final = 60.0
+"""Shortest time between two warnings of the same kind that clients cause."""
+_logged: Final[dict[str, float]] = {}
+"""When each message was logged last."""
+
+
+def log_rarely(log: logging.Logger, message: str, *values: object) -> None:
+    """Log a warning, at most once in LOG_SECONDS for each `message`, whatever its values."""
+    if _is_due(message):
+        log.warning(message, *values)
+
+
+def is_no_repetition(record: logging.LogRecord) -> bool:
+    """A filter of loggers that lets each warning pass at most once in LOG_SECONDS, and all that is more or less."""
+    return record.levelno != logging.WARNING or _is_due(str(record.msg))
+
+
+def _is_due(message: str) -> bool:
+    now = time.monotonic()
+    is_due = now - _logged.get(message, -LOG_SECONDS) >= LOG_SECONDS
+    if is_due:
+        _logged[message] = now
+    return is_due
+
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:

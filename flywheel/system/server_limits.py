@@ -7,6 +7,7 @@ server, so only the standard library is imported. `connections` applies the othe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -21,6 +22,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_NAMES: Final = frozenset({"localhost"})
 RETRY_SECONDS: Final = 5
+ROOM_SECONDS: Final = 5.0
+"""Longest wait of a body for room."""
 _HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::([0-9]{1,5}))?")
 
 
@@ -44,7 +47,9 @@ class ServerLimits:
         host_hint: What to do about a name that is refused.
         body_bytes: Of one body.
         body_hint: What to do about a body that is too long.
-        bodies: So many bodies of this length fit into memory at once, complete or still arriving.
+        bodies: So many bodies of this length may arrive at once. Where they are more, the oldest one goes on, and
+            others wait for a moment.
+        bodies_held: So many fit into memory at once, complete or still arriving.
         body_seconds: Longest time from a header to the end of its body.
         header_seconds: Longest time without a complete header, and in which a client reads nothing of an answer.
         connections: At once. The one for which the server has waited longest gives way.
@@ -55,6 +60,7 @@ class ServerLimits:
     body_bytes: int = 32 * 1024 * 1024
     body_hint: str = "Send less."
     bodies: int = 8
+    bodies_held: int = 8
     body_seconds: float = 30.0
     header_seconds: float = 10.0
     connections: int = 512
@@ -89,9 +95,12 @@ class Limited:
         self._limits = limits
         self._refuse = refuse
         self._held = 0
+        self._arriving: dict[object, int] = {}
+        """The bytes of each body that the app has not read yet, the oldest first."""
+        self._has_changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = 0
+        held, body = 0, object()
         is_whole = begun = False
         refusal: RefusedError | None = None
         deadline = asyncio.get_running_loop().time() + self._limits.body_seconds
@@ -113,10 +122,12 @@ class Limited:
             size = len(message.get("body") or b"")
             held += size
             self._held += size
-            is_whole = not message.get("more_body")
+            self._arriving[body] = held
+            if is_whole := not message.get("more_body"):
+                self._has_arrived(body)
             if held > self._limits.body_bytes:
                 refusal = self._too_long()
-            elif size and self._held > self._limits.bodies * self._limits.body_bytes:
+            elif size and not (self._fits() and (is_whole or await self._may_go_on(body))):
                 refusal = RefusedError(503, "the server holds too many bodies: try again later")
             return {"type": "http.disconnect"} if refusal else message
 
@@ -140,8 +151,27 @@ class Limited:
                 raise
         finally:
             self._held -= held
+            self._has_arrived(body)
         if refusal is not None and not begun:
             await self._refuse(scope, send, refusal)
+
+    def _fits(self) -> bool:
+        return self._held <= self._limits.bodies_held * self._limits.body_bytes
+
+    async def _may_go_on(self, body: object) -> bool:
+        """Whether more of a body may arrive, perhaps after a moment."""
+        most = self._limits.bodies * self._limits.body_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_SECONDS):
+                while sum(self._arriving.values()) > most and next(iter(self._arriving)) is not body:
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+                return True
+        return False
+
+    def _has_arrived(self, body: object) -> None:
+        self._arriving.pop(body, None)
+        self._has_changed.set()
 
     def _too_long(self) -> RefusedError:
         return RefusedError(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.errors import ConfigError, ReceiverError
+from flywheel.system.log import is_no_repetition
 from flywheel.system.server_limits import App, RefusedError, Scope, ServerLimits, header
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ def bearer_token(attempted: str, variable: str | None, setting: str | None, shor
 
 def check_token(scope: Scope, token: str | None) -> None:
     """Raise RefusedError for a request without the token; None needs none."""
-    if token is not None and not secrets.compare_digest(header(scope, b"authorization"), f"Bearer {token}".encode()):
+    scheme, _, given = header(scope, b"authorization").partition(b" ")
+    if token is not None and not (
+        scheme.lower() == b"bearer" and secrets.compare_digest(given.strip(), token.encode())
+    ):
         why = "the token is missing or wrong: send the header Authorization: Bearer TOKEN"
         raise RefusedError(401, why, {"WWW-Authenticate": "Bearer"})
 
@@ -58,6 +62,9 @@ def web_server(app: App, limits: ServerLimits | None, *, stop_seconds: int) -> u
     import uvicorn
 
     from flywheel.system.connections import Connections, Protocol, handle_accept_errors
+
+    # Any client can cause uvicorn's warnings, with each request.
+    logging.getLogger("uvicorn.error").addFilter(is_no_repetition)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -16,9 +16,9 @@ import pytest
 from flywheel.daemon import metrics_server
 from flywheel.serving.server import middleware
 from flywheel.sources.otlp import receiver as otlp
-from flywheel.system import connections
+from flywheel.system import log, server_limits
 from flywheel.system.connections import Connections, Protocol
-from flywheel.system.server_limits import ServerLimits
+from flywheel.system.server_limits import ServerLimits, read_body, respond
 from flywheel.web import guard
 from tests.attacks.servers import OWN, WAIT_SECONDS, running, sent, status
 from tests.waiting import until
@@ -85,7 +85,7 @@ async def test_beside_half_open_requests_others_are_answered(
 ) -> None:
     """The connections that the server waits for longest make room."""
     limit(monkeypatch, kind, connections=16)
-    monkeypatch.setattr(connections, "_logged", {})
+    monkeypatch.setattr(log, "_logged", {})
     half_body = HALF_BODY if kind == "otlp" else HALF_BODY.replace(b"/v1/traces", b"/sign-in")
     async with running(kind, tmp_path) as target:
         opened = [await target.connected(half_body if at % 2 else HALF_HEADER) for at in range(100)]
@@ -97,15 +97,69 @@ async def test_beside_half_open_requests_others_are_answered(
                 assert await opened[0].read() == b""
 
 
-async def test_bodies_for_the_model_fill_no_memory_and_keep_no_probe_waiting(tmp_path: Path) -> None:
-    size = 100_000
-    head = (
+def chat_head(size: int) -> bytes:
+    return (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {size}\r\nConnection: close\r\n\r\n"
     ).encode()
+
+
+class Busy:
+    """Reads requests, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if await read_body(receive) is not None:
+            self.read += 1
+            await self.may_answer.wait()
+            await respond(send, 200, b"", "text/plain")
+
+
+async def test_many_bodies_at_once_are_all_read(tmp_path: Path) -> None:
+    """60 of 5 MB where one may have 32 MB, in small: more than may arrive at once."""
+    busy, body = Busy(), b'{"model": "agent"}'.ljust(100_000)
+    async with running("serve", tmp_path, busy, FLYWHEEL_MAX_BODY_BYTES="640000") as target:
+        opened = [await target.connected(chat_head(len(body)) + body[:-14_000]) for _ in range(60)]
+        for piece in (body[-14_000:-9000], body[-9000:-9], body[-9:]):
+            # Each of them has been read in part while there is no room. The oldest one must go on.
+            await asyncio.sleep(0.1)
+            for client in target.clients:
+                client.write(piece)
+        await until(lambda: busy.read == 60, "all requests in vLLM")
+        busy.may_answer.set()
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert {status(await reader.read()) for reader in opened} == {200}
+
+
+async def test_bodies_that_the_model_has_read_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    busy, body = Busy(), b'{"model": "agent"}'.ljust(100_000)
+    async with running("serve", tmp_path, busy, FLYWHEEL_MAX_BODY_BYTES="100000") as target:
+        whole = chat_head(len(body)) + body
+        opened = []
+        for number in range(1, 33):
+            opened.append(await target.connected(whole))
+            await until(lambda number=number: busy.read == number, "a request in vLLM")  # type: ignore[misc]
+        assert status(await sent(target, whole)) == 503
+        busy.may_answer.set()
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert {status(await reader.read()) for reader in opened} == {200}
+        assert status(await sent(target, whole)) == 200
+
+
+async def test_bodies_for_the_model_fill_no_memory_and_keep_no_probe_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_limits, "ROOM_SECONDS", 0.1)
+    size = 100_000
+    head = chat_head(size)
     async with running("serve", tmp_path, FLYWHEEL_MAX_BODY_BYTES=str(size)) as target:
         opened = [await target.connected(head + b" " * (size - 9)) for _ in range(40)]
         answers = [asyncio.ensure_future(reader.read(2000)) for reader in opened]
+        small = b'{"model": "agent", "messages": []}'
+        assert status(await sent(target, chat_head(len(small)) + small)) == 200, "what arrives at once"
         await until(lambda: sum(answer.done() for answer in answers) >= 32, "answers to the first")
         refused = [answer.result() for answer in answers if answer.done()]
         assert {status(answer) for answer in refused} == {503}
@@ -147,7 +201,7 @@ async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """asyncio tells each of them, with a traceback, hundreds of times a second."""
-    monkeypatch.setattr(connections, "_logged", {})
+    monkeypatch.setattr(log, "_logged", {})
     loop = asyncio.get_running_loop()
     async with running("otlp", tmp_path) as target:
         await sent(target, target.request("localhost"))

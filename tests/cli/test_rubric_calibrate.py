@@ -207,6 +207,8 @@ def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None
         (label("a", "perhaps"), "line 1: `verdict` is 'perhaps'"),
         ({"answer": "a", "verdict": "accept"}, "neither a `query` nor a `task_id`"),
         ({"query": 3, "answer": "a", "verdict": "accept"}, "must be texts"),
+        (label("a", "accept", init_messages="hi"), "`init_messages` is not a list of messages"),
+        (label("a", "accept", init_messages=["hi"]), "`init_messages` is not a list of messages"),
         (label("a", "accept", metadata={"tools_json": "{"}), "`metadata.tools_json` is not JSON"),
         ("", "it has no label"),
         (label("a", None), "it has no label"),

@@ -10,6 +10,7 @@ from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import TRANSITIONS, DeploymentState
 from flywheel.serving.client.adapter_swap import SwapReport, swap
 from flywheel.serving.client.replica_client import Replica
+from flywheel.system.files import tree_sha256
 from tests.serving.fake_vllm import PROBE, FakeVllm
 
 
@@ -50,7 +51,7 @@ class Fleet:
         return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, self.on_state)
 
     def ref(self, name: str) -> AdapterRef:
-        return AdapterRef(name=name, path=self.paths[name], sha256=f"the hash of {name}")
+        return AdapterRef(name=name, path=self.paths[name], sha256=tree_sha256(Path(self.paths[name])))
 
 
 OLD, NEW = "agent@r0001", "agent@r0002"

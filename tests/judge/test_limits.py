@@ -237,15 +237,16 @@ def test_keys_take_turns_and_a_slow_one_rests() -> None:
 def test_a_refused_key_rests_and_all_refused_is_told() -> None:
     clock = Clock()
     pool = pool_of("ab", clock)
-    assert pool.reject(pool.take(NEVER, 0.0), "401")
+    assert pool.reject(pool.take(NEVER, 0.0), CallError("no such key", status=401))
     second = pool.take(NEVER, 0.0)
     assert second.secret == "b"
-    assert not pool.reject(second, "402")
-    with pytest.raises(CallError, match="402"):
+    assert not pool.reject(second, CallError("no money", status=402))
+    with pytest.raises(CallError, match="no money, and so for each of 2 keys") as refused:
         taken(pool, 1)
+    assert refused.value.status == 402
     clock.now += REJECTED_SECONDS
     again = pool.take(NEVER, 0.0)
-    again.rejection = ""
+    again.rejection = None
     assert taken(pool, 2) == "ba"
 
 
@@ -290,6 +291,20 @@ def test_all_keys_refused_names_the_variable(make: Make, monkeypatch: pytest.Mon
             assert not caught.value.retryable
     assert judge.calls == 2, "they rest; nobody asks again at once"
     assert "k1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("behaviour", ["402", "429 quota code"])
+def test_keys_without_money_are_said_to_have_none_also_by_later_calls(
+    make: Make, monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k1|k2")
+    with JudgeServer(behaviour=behaviour) as judge:
+        grader = make(judge)
+        for _ in range(3):
+            with pytest.raises(JudgeError, match=f"scripted {behaviour}.*, and so for each of 2 keys") as caught:
+                grader.grade(GOOD)
+            assert caught.value.hint.startswith("Fill up the account of the key")
+    assert judge.calls == 2
 
 
 # The backup

@@ -1,6 +1,7 @@
 """Adapters that another trainer made: copied, checked, and their training data compared with the held-out tasks.
 
-Nothing of it loads a model: the checks read configurations and the headers of safetensors.
+The checks read configurations and the headers of safetensors, and have the trainer's interpreter compare the adapter
+with the layers of the base model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flywheel.records.round import CANDIDATE_DIR, CANDIDATE_FILE, Candidate
 from flywheel.records.similarity import beginning_of, first_question
 from flywheel.serving.adapter_files import CONFIG_FILE, PICKLED, WEIGHTS_FILE, header_of, most_rank, why_unloadable
 from flywheel.serving.server.model_parsers import folder_of
-from flywheel.sources.jsonl.data_set import DataSet, trainer_python
+from flywheel.sources.jsonl.data_set import DataSet, answer_of, trainer_python
 from flywheel.store.splits import held_out_alike
 from flywheel.system.files import make_private, sync, tree_sha256, write_json
 from flywheel.system.terminal import quantity
@@ -95,10 +96,10 @@ def take(
         made, (_, tensors) = json.loads((copy / CONFIG_FILE).read_bytes()), header_of(copy / WEIGHTS_FILE)
         for why, hint in _unserved(made, tensors):
             raise TrainError(attempted, why, hint)
-        about = _base_model(str(made.get("base_model_name_or_path") or ""), base, tensors, attempted)
         write_json(copy / CONFIG_FILE, {"lora_dropout": 0.0, **made, "base_model_name_or_path": base})
         if why := why_unloadable(copy, base_model=base, max_rank=config.serving.max_lora_rank):
             raise TrainError(attempted, why, "Save the adapter again, or serve with a higher serving.max_lora_rank.")
+        about = _base_model(str(made.get("base_model_name_or_path") or ""), base, copy, attempted)
         fields = {"source": str(folder), "base": about, "exposure": exposure}
         taken = Candidate(
             name=copy.name,
@@ -159,7 +160,15 @@ def _unserved(made: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[t
     if (rank := most_rank(made)) not in RANKS:
         ranks = ", ".join(map(str, RANKS))
         yield f"its rank is {rank}, and vLLM supports {ranks}", "Train it with one of these ranks."
-    bias, init, targets = made.get("bias") or "none", made.get("init_lora_weights"), made["target_modules"]
+    bias, init, targets = made.get("bias") or "none", made.get("init_lora_weights"), made.get("target_modules")
+    if targets is None and made.get("target_parameters"):
+        targets = []
+    if not isinstance(targets, str | list):
+        yield (
+            f"target_modules in its {CONFIG_FILE} is {json.dumps(targets)}, and names no layer",
+            "Save it with PEFT.",
+        )
+        return
     has = [key for key in _UNSERVED if made.get(key)]
     has += [f"bias {bias}"] * (bias != "none")
     has += [f"init_lora_weights {init}"] * (isinstance(init, str) and init.lower() not in _PLAIN_INITS)
@@ -176,26 +185,40 @@ def _unserved(made: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[t
             yield f"its tensor {name} is no matrix of LoRA, and vLLM does not serve it", plain
 
 
-def _base_model(named: str, base: str, tensors: Mapping[str, Any], attempted: str) -> str:
-    """What is not known of the base model that an adapter names; empty if it is `base`. Raises TrainError if it is
-    another one, or if nothing says which one it is and the adapter does not fit `base`."""
-    if named and os.path.realpath(named) == os.path.realpath(base):
-        return ""
+def _base_model(named: str, base: str, adapter: Path, attempted: str) -> str:
+    """What is not known of the base model that an adapter names, and of how it fits `base`; empty if nothing is.
+    Raises TrainError if it is another one, or if the adapter does not fit, or if nothing says which one it is and
+    that cannot be compared."""
     theirs, own = _folder(named) if named else None, _folder(base)
-    is_same = _have_same_weights(theirs, own) if theirs and own else None
+    is_same: bool | None = bool(named) and os.path.realpath(named) == os.path.realpath(base)
+    if not is_same:
+        is_same = _have_same_weights(theirs, own) if theirs and own else None
     if is_same is None and named and not Path(named).is_absolute() and not Path(base).is_absolute():
         is_same = named.casefold() == base.casefold()
-    if is_same:
-        return ""
     change = f"correct base_model_name_or_path in a copy of its {CONFIG_FILE}"
-    if is_same is not None:
+    if is_same is False:
         why = f"it was trained on {named}, and model.base is {base}"
         hint = f"Set model.base to its base model. If both are the same model, {change}."
         raise TrainError(attempted, why, hint)
+    why, not_compared = misfit(own, adapter, attempted) if own else ("", f"{base} is not on this machine")
+    if is_same:
+        if why:
+            raise TrainError(attempted, why, f"Train it on {base} with PEFT, and save it again.")
+        return not_compared and f"its matrices were not compared with those of its base model: {not_compared}"
     unknown = f"its base model, {named}, is not on this machine" if named else "it names no base model"
-    if why := _misfit(tensors, own) if own else f"{base} is not on this machine":
+    if why := why or not_compared:
         raise TrainError(attempted, f"{unknown}, and {why}", f"If {base} is its base model, {change}.")
     return f"{unknown}, but its matrices fit {base}"
+
+
+def misfit(base: Path, adapter: Path, attempted: str) -> tuple[str, str]:
+    """Why an adapter does not fit a base model, or why that cannot be told; both empty if it fits."""
+    request = {"base": str(base), "adapter": str(adapter)}
+    try:
+        answer = answer_of(trainer_python(None), "flywheel.serving.base_layers", request, attempted)
+    except TrainError as error:
+        return "", error.why
+    return answer["why"], answer["unknown"]
 
 
 def _folder(base: str) -> Path | None:
@@ -216,19 +239,3 @@ def _have_same_weights(one: Path, other: Path) -> bool | None:
     return ours.keys() == theirs.keys() and all(
         filecmp.cmp(ours[name], theirs[name], shallow=False) for name in sorted(ours)
     )
-
-
-def _misfit(tensors: Mapping[str, Any], base: Path) -> str:
-    """Why the matrices of an adapter do not fit the layers of a model; empty if they do."""
-    layers: dict[str, Any] = {}
-    for file in base.glob("*.safetensors"):
-        layers |= header_of(file)[1]
-    for name, entry in tensors.items():
-        layer, _, matrix = name.removeprefix("base_model.model.").rpartition(".lora_")
-        if (whole := layers.get(f"{layer}.weight")) is None:
-            return f"{base} has no layer {layer}"
-        # The layer is outputs × inputs, A is rank × inputs, B is outputs × rank.
-        side = 1 if matrix.startswith("A") else 0
-        if whole["shape"][side] != entry["shape"][side]:
-            return f"{name} is {entry['shape']}, and {layer} of {base} is {whole['shape']}"
-    return ""

@@ -40,8 +40,8 @@ def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy:
     if response.status_code == 409:
         hint = f"Unload one (POST {routes.UNLOAD_ADAPTER}), or raise serving.max_loras and restart the server."
         return ServeError(attempted, message, hint)
-    if response.status_code == 400 and "safetensors" in message:
-        hint = "Remove what is not safetensors from it, or train the adapter again."
+    if response.status_code == 400 and "the adapter is refused" in message:
+        hint = "Restore its files from a backup, remove what is not safetensors, or train the adapter again."
         return ServeError(attempted, message, hint)
     # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
     if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -18,34 +20,43 @@ from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.alias_target import AliasTarget, texts
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
-from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
+from flywheel.serving.environment_variables import BASE_PATH_VARIABLE, MAX_ADAPTERS_VARIABLE
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.serving.server.sent_adapters import SentAdapters
+from flywheel.system.files import remembered_tree_sha256
 from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 65536
 MAX_CALLS: Final = 1000
 
 
 class AdapterSlots:
-    def __init__(self, app: App, aliases: AliasTable, most: int | None, sent: SentAdapters | None) -> None:
-        """`most` adapters can be loaded at the same time; None: any number. `sent` are copies of the server's own."""
+    def __init__(
+        self, app: App, aliases: AliasTable, most: int | None, sent: SentAdapters | None, base: str | None
+    ) -> None:
+        """`most` adapters can be loaded at the same time; None: any number. `sent` are copies of the server's own.
+        Adapters are compared with the layers of the model `base`."""
         self._app = app
         self._aliases = aliases
         self.most = most
         self.sent = sent
+        self._base = base
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
     def of_environment(cls, app: App, aliases: AliasTable) -> AdapterSlots:
         most = os.environ.get(MAX_ADAPTERS_VARIABLE)
-        return cls(app, aliases, int(most) if most else None, SentAdapters.of_environment())
+        base = os.environ.get(BASE_PATH_VARIABLE)
+        return cls(app, aliases, int(most) if most else None, SentAdapters.of_environment(), base)
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. With
-        `sha256`, a directory that is not there is the copy with that hash. Raises RefusedError.
+        `sha256`, its files must have that hash, and a directory that is not there is the copy with it. As far as the
+        base model is known, the adapter must fit its layers. Raises RefusedError.
 
         vLLM itself would load pickled weights, and would look for other names on the hub. With more adapters than
         slots it would move weights at each request, and on a CPU, where the last slot must stay empty, answer
@@ -59,12 +70,15 @@ class AdapterSlots:
         if not isinstance(path, str) or "\0" in path:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
         sha256 = wanted.pop("sha256", None)
-        if self.sent is not None and isinstance(sha256, str):
+        if not isinstance(sha256, str | None):
+            raise RefusedError(400, "`sha256` must be the hash of the adapter's files, a text")
+        if self.sent is not None and sha256 is not None:
             path = str(await asyncio.to_thread(self.sent.find, path, sha256))
             body = json.dumps({**wanted, "lora_path": path}).encode()
         if not await asyncio.to_thread(os.path.isdir, path):
             raise RefusedError(404, f"No adapter found for {path}")
-        if why := await asyncio.to_thread(why_unloadable, Path(path)):
+        check = functools.partial(why_unloadable, sha256=sha256, hash_of=remembered_tree_sha256)
+        if why := await asyncio.to_thread(check, Path(path)) or await asyncio.to_thread(self._why_misfit, Path(path)):
             raise RefusedError(400, f"the adapter is refused: {why}")
         async with self._one_at_a_time:
             if self.most is not None:
@@ -96,6 +110,18 @@ class AdapterSlots:
             used = set((await self._loaded(scope, routes.UNLOAD_ADAPTER)).values())
             used |= {each.path or "" for each in self._versions()}
             await asyncio.to_thread(self.sent.remove, [copy for copy in copies if str(copy) not in used])
+
+    def _why_misfit(self, folder: Path) -> str:
+        if self._base is None:
+            return ""
+        # Not at the top: it uses transformers, which vLLM has loaded.
+        from flywheel.serving.base_layers import UnknownLayersError, why_misfit
+
+        try:
+            return why_misfit(self._base, folder)
+        except UnknownLayersError as error:
+            log.warning("the adapter in %s is not compared with the base model: %s", folder, error)
+            return ""
 
     def _versions(self) -> list[AliasTarget]:
         """What aliases stand for."""

@@ -159,6 +159,8 @@ async def _announce(url: str, announcement: Callable[[], str]) -> None:
 
 MAX_BODY_BYTES = 32_000_000
 """The default if `flywheel serve` sets no other."""
+BODIES_HELD: Final = 32
+"""Bodies of this size that fit into memory at once: vLLM holds that of a request until it is answered."""
 
 
 class AliasMiddleware:
@@ -183,6 +185,7 @@ class AliasMiddleware:
             host_hint="Name it in serving.allowed_hosts.",
             body_bytes=int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES),
             body_hint="The limit is serving.max_body_mb.",
+            bodies_held=BODIES_HELD,
         )
         self._limited = Limited(self._let_in, limits, refuse)
         self._recorder = CallRecorder.of_environment()
@@ -191,7 +194,9 @@ class AliasMiddleware:
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
             hint, most = "The limit is serving.max_adapter_gb.", sent.max_bytes
-            of_files = dataclasses.replace(limits, body_bytes=most, body_hint=hint, bodies=2, body_seconds=SECONDS)
+            of_files = dataclasses.replace(
+                limits, body_bytes=most, body_hint=hint, bodies=2, bodies_held=2, body_seconds=SECONDS
+            )
             self._sending = Limited(self._let_in, of_files, refuse)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())

@@ -33,6 +33,7 @@ from flywheel.sources.otlp.decoding import (
 )
 from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox, Refusal, Row
 from flywheel.sources.otlp.rows import rows_of
+from flywheel.system.log import log_rarely
 from flywheel.system.server_limits import (
     Limited,
     Receive,
@@ -160,7 +161,7 @@ async def _refuse(scope: Scope, send: Send, refusal: RefusedError) -> None:
     if refusal.status < 500 and refusal.status not in (404, 405):
         # These were spans, and not every client reports the loss.
         sender = scope["client"][0] if scope.get("client") else "a client"
-        log.warning("answered %s with %d: %s", sender, refusal.status, str(refusal)[:_LOGGED_CHARACTERS])
+        log_rarely(log, f"answered %s with {refusal.status}: %s", sender, str(refusal)[:_LOGGED_CHARACTERS])
     encoding = _encoding_of(scope) or Encoding.JSON
     body = refused(encoding, _CODES.get(refusal.status, code_pb2.UNKNOWN), str(refusal))
     await respond(send, refusal.status, body, encoding.value, refusal.headers)

@@ -31,7 +31,7 @@ from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.rubric import Criterion
 from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.records.verdict import Exchange
-from flywheel.secrets import environment_without_secrets, redact_secrets, whole_url
+from flywheel.secrets import environment_without_secrets, is_sendable, redact_secrets, whole_url
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
 from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
@@ -334,10 +334,12 @@ def _judge(settings: JudgeSettings) -> ModelEndpoint:
 def _key(name: str, variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
-    if not (key := os.environ.get(variable, "").strip()):
+    key = os.environ.get(variable, "").strip()
+    if not key or not is_sendable(key):
+        problem = "contains characters that no key has" if key else "is not set"
         raise ConfigError(
             f"use rollout.auxiliary_models.{name}",
-            f"the environment variable {variable} with its key is not set",
+            f"the environment variable {variable} with its key {problem}",
             f"Set it, or name another one in rollout.auxiliary_models.{name}.api_key_env.",
         )
     return {"api_key": key}

@@ -16,13 +16,16 @@ from sqlalchemy import select
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.rounds.candidate import UNKNOWN, take
+from flywheel.daemon.rounds import candidate
+from flywheel.daemon.rounds.candidate import UNKNOWN, misfit, take
 from flywheel.daemon.rounds.planner import spec_of
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.round import AdapterRef, Candidate, RoundResult, RoundSpec
 from flywheel.records.states import RoundState, Split
+from flywheel.serving.base_layers import compared
+from flywheel.sources.jsonl.data_set import answer_of
 from flywheel.store import gate_tests, rounds
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import adapters, round_samples
@@ -40,10 +43,16 @@ from tests.factories.web import client
 from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import PROBE, FakeVllm
 
-pytestmark = [pytest.mark.slow, pytest.mark.training]
-"""Adapters are made by PEFT."""
+pytestmark = [pytest.mark.slow, pytest.mark.training, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+"""Adapters are made by PEFT. vLLM's models import what warns."""
 
 Make = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def compared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has loaded transformers."""
+    monkeypatch.setattr(candidate, "answer_of", lambda python, module, request, attempted: compared(request))
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +211,71 @@ def test_other_files_are_refused_by_name(
     assert refused.value.hint
 
 
+def shifted(folder: Path) -> None:
+    """Every layer is one that this model does not have."""
+    renamed(folder, b"layers.0.", b"layers.7.")
+
+
+def renamed(folder: Path, old: bytes, new: bytes) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(old, new))
+
+
+def not_finite(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\xc0\x7f")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (shifted, "has no layer model.layers.7.self_attn."),
+        (lambda folder: renamed(folder, b"base_model.model.model.", b"language_model.model__."), "has no layer"),
+        (not_finite, "has values that are not finite"),
+        (lambda folder: changed(folder, r=16), "of rank 16, and model.layers.0.self_attn."),
+    ],
+)
+def test_matrices_that_would_not_be_served_are_refused(
+    adapter: Path, config: Config, damage: Callable[[Path], object], why: str
+) -> None:
+    damage(adapter)
+    with pytest.raises(TrainError, match=why) as refused:
+        taken(adapter, config)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("targets", ["null", "7", "{}"])
+def test_target_modules_that_name_no_layer_are_refused(adapter: Path, config: Config, targets: str) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": json.loads(targets)}))
+    with pytest.raises(
+        TrainError, match=r"^cannot compare it: target_modules in its adapter_config\.json is "
+    ) as refused:
+        taken(adapter, config)
+    assert refused.value.why.endswith(f"is {targets}, and names no layer")
+
+
+def test_a_base_model_that_cannot_be_built_is_said(adapter: Path, config: Config, tmp_path: Path) -> None:
+    own = shutil.copytree(POLICY, tmp_path / "own")
+    (own / "config.json").write_text('{"model_type": "of-somebody"}')
+    changed(adapter, base_model_name_or_path=str(own))
+    made = taken(adapter, with_settings(config, model={"base": str(own)}))
+    assert made.base.startswith(
+        f"its matrices were not compared with those of its base model: {own} cannot be built: "
+    )
+    assert made.base in made.summary
+
+
+def test_another_process_compares_them(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate, "answer_of", answer_of)
+    assert misfit(POLICY, adapter, "compare it") == ("", "")
+    shifted(adapter)
+    why, unknown = misfit(POLICY, adapter, "compare it")
+    assert ("has no layer model.layers.7" in why, unknown) == (True, "")
+    monkeypatch.setenv("FLYWHEEL_TRAINER_PYTHON", "/gone/python")
+    assert misfit(POLICY, adapter, "compare it") == ("", "/gone/python does not start: No such file or directory")
+
+
 def test_other_files_of_a_trainer_are_left(adapter: Path, config: Config) -> None:
     """TRL writes its arguments beside the adapter as a pickle."""
     for name in ("training_args.bin", "optimizer.pt", "README.md"):
@@ -235,7 +309,9 @@ def test_names_of_the_hub_are_compared_as_names(adapter: Path, config: Config) -
     with pytest.raises(TrainError, match=r"it was trained on an/other, and model.base is Some/Model"):
         taken(adapter, named)
     changed(adapter, base_model_name_or_path="some/model")
-    assert taken(adapter, named).base == ""
+    assert taken(adapter, named).base == (
+        "its matrices were not compared with those of its base model: Some/Model is not on this machine"
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,19 @@ def test_a_key_that_is_refused_is_followed_by_the_next(
     assert server.keys[-3:] == ["Bearer one", "Bearer two", "Bearer three"]
 
 
+def test_a_key_that_cannot_be_sent_is_an_error_in_words(
+    server: EmbeddingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS", "schlüssel")
+    with pytest.raises(FilterError, match="its key cannot be sent") as refused:
+        embed(server, ["a"], api_key_env="KEYS")
+    assert "Put the right key into KEYS" in refused.value.hint
+    assert "schl" not in str(refused.value)
+    monkeypatch.setenv("KEYS", "schlüssel|two")
+    assert len(embed(server, ["a"], api_key_env="KEYS")) == 1
+    assert server.keys == ["Bearer two"]
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_what_may_pass_is_tried_again(server: EmbeddingServer, status: int) -> None:
     server.failures = [status, status]

@@ -61,7 +61,7 @@ async def test_a_split_gives_a_conversation_the_same_version_on_every_replica(sp
     assert set(first) == {OLD, NEW}
     for each in split.replicas:
         shown = await each.alias("agent")
-        assert shown.split == Split(AliasTarget(OLD, split.paths["r0001"], "the hash of r0001"), 0.5, "salt")
+        assert shown.split == Split(AliasTarget(OLD, split.paths["r0001"], split.ref("r0001").sha256), 0.5, "salt")
         assert (shown.target, shown.answering, shown.missing) == (NEW, [NEW, OLD], "")
     assert await restored(split) == []
     assert [set(app.loaded) for app in split.apps] == [{OLD, NEW}] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from flywheel.errors import ServeError
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.client.replica_client import Replica
+from flywheel.system import files
+from flywheel.system.files import tree_sha256
 from tests.serving.fake_vllm import FakeVllm, replica, with_middleware
 
 
@@ -25,8 +28,9 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-def load(url: str, path: object) -> httpx2.Response:
-    return httpx2.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "agent@r0001", "lora_path": path})
+def load(url: str, path: object, **more: object) -> httpx2.Response:
+    wanted = {"lora_name": "agent@r0001", "lora_path": path, **more}
+    return httpx2.post(f"{url}/v1/load_lora_adapter", json=wanted)
 
 
 def test_safetensors_are_loaded(app: FakeVllm, url: str, adapter: Path) -> None:
@@ -84,6 +88,52 @@ def test_what_is_no_request_is_refused(app: FakeVllm, url: str, body: bytes) -> 
 def test_a_folder_that_is_gone_is_not_loadable(tmp_path: Path) -> None:
     assert why_unloadable(tmp_path / "gone") == f"its directory {tmp_path / 'gone'} is not there"
     assert why_unloadable(tmp_path) == ""
+
+
+@pytest.mark.parametrize("sha256", ["0" * 64, "", 7, ["x"]])
+async def test_an_adapter_with_another_hash_is_not_loaded(
+    app: FakeVllm, url: str, adapter: Path, sha256: object
+) -> None:
+    refused = load(url, str(adapter), sha256=sha256)
+    assert (refused.status_code, app.calls) == (400, [])
+    if sha256 and isinstance(sha256, str):
+        assert f"the files in {adapter} are not those that were evaluated" in refused.text
+        async with Replica(url) as client:
+            with pytest.raises(ServeError, match="are not those that were evaluated") as error:
+                await client.load("agent@r0001", str(adapter), sha256)
+        assert "Restore its files" in error.value.hint
+    assert load(url, str(adapter), sha256=tree_sha256(adapter)).status_code == 200
+
+
+def test_files_are_hashed_again_when_they_have_changed(
+    app: FakeVllm, url: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = []
+    monkeypatch.setattr(files, "tree_sha256", lambda folder: hashed.append(folder) or tree_sha256(folder))
+    sha256 = tree_sha256(adapter)
+    for _ in range(3):
+        assert load(url, str(adapter), sha256=sha256).status_code == 200
+        app.loaded.clear()
+    assert hashed == [adapter]
+
+    def in_place(weights: Path) -> None:
+        weights.write_bytes(b"x")
+
+    def of_the_same_size_and_time(weights: Path) -> None:
+        other = weights.with_name("other")
+        other.write_bytes(b"y")
+        os.utime(other, ns=(weights.stat().st_mtime_ns,) * 2)
+        other.rename(weights)
+
+    def of_the_same_size(weights: Path) -> None:
+        weights.write_bytes(b"z")
+        os.utime(weights, ns=(0, 0))
+
+    for change in (in_place, of_the_same_size_and_time, of_the_same_size):
+        change(adapter / "adapter_model.safetensors")
+        assert load(url, str(adapter), sha256=sha256).status_code == 400
+        assert load(url, str(adapter), sha256=(sha256 := tree_sha256(adapter))).status_code == 200
+        app.loaded.clear()
 
 
 class SlowVllm(FakeVllm):

@@ -25,6 +25,7 @@ from flywheel.serving.client.weight_verification import prove
 from flywheel.sources.calls.parsing import parse
 from flywheel.system.files import tree_sha256
 from tests.conftest import MadeAdapter, VllmServer
+from tests.factories.adapter import put_matrices
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,20 @@ async def test_a_version_is_proven_and_swapped_in_and_back(
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0001"
     await rollback([replica], "swap-agent", None)
     assert await answered_by(vllm_server, "swap-agent") == vllm_server.base_model
+
+
+async def test_an_adapter_that_fits_no_layer_is_not_loaded(replica: Replica, tmp_path: Path) -> None:
+    """vLLM would load it, and answer as the base model does."""
+    shapes = {"model.layers.7.self_attn.q_proj": (128, 128)}
+    with pytest.raises(ServeError, match=r"has no layer model\.layers\.7\.self_attn\.q_proj"):
+        await replica.load("no-layer", str(put_matrices(tmp_path / "a", shapes)))
+    assert "no-layer" not in await replica.models()
+    layers = {"model.layers.0.self_attn.q_proj": (128, 128)}
+    folder = put_matrices(tmp_path / "b", layers)
+    with pytest.raises(ServeError, match="are not those that were evaluated"):
+        await replica.load("a-layer", str(folder), "0" * 64)
+    assert await replica.load("a-layer", str(folder), tree_sha256(folder))
+    await replica.unload("a-layer")
 
 
 async def test_wrong_weights_are_noticed(
@@ -154,7 +169,7 @@ async def test_what_vllm_never_serves_is_no_trouble_of_the_moment(
     (path / "adapter_config.json").write_text(json.dumps({**told, **setting}))
     if "r" in setting:
         (path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(ServeError, match="the server refuses it") as refused:
+    with pytest.raises(ServeError, match="the server refuses it|holds no readable adapter") as refused:
         await replica.load("unservable@r0001", str(path))
     assert not refused.value.retryable
     assert await replica.ready()

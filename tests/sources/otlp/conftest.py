@@ -7,6 +7,13 @@ import httpx2
 import pytest
 
 from flywheel.sources.otlp.receiver import Receiver
+from flywheel.system import log
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged rarely is logged in each test."""
+    monkeypatch.setattr(log, "_logged", {})
 
 
 @pytest.fixture

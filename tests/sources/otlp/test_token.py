@@ -38,6 +38,8 @@ async def test_who_does_not_know_the_token_sends_nothing(inbox: Path, monkeypatc
             {},
             {"Authorization": "Bearer another"},
             {"Authorization": TOKEN},
+            {"Authorization": f"Basic {TOKEN}"},
+            {"Authorization": f"Bearer {TOKEN.upper()}"},
             {"Authorization": "Bearer é"},
         ):
             headers = {**PROTOBUF, **{name: value.encode() for name, value in given.items()}}
@@ -45,8 +47,9 @@ async def test_who_does_not_know_the_token_sends_nothing(inbox: Path, monkeypatc
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
             assert TOKEN not in answer.text
         assert ids(inbox) == []
-        known = {**PROTOBUF, "Authorization": f"Bearer {TOKEN}"}
-        assert (await client.post(receiver.url, content=GOOD, headers=known)).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            known = {**PROTOBUF, "Authorization": f"{scheme} {TOKEN}"}
+            assert (await client.post(receiver.url, content=GOOD, headers=known)).status_code == 200
     assert ids(inbox) == [1]
     await receiver.stop()
 
