@@ -169,7 +169,7 @@ async def test_what_vllm_never_serves_is_no_trouble_of_the_moment(
     (path / "adapter_config.json").write_text(json.dumps({**told, **setting}))
     if "r" in setting:
         (path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(ServeError, match="the server refuses it|holds no readable adapter") as refused:
+    with pytest.raises(ServeError, match=r"the server refuses it|holds no readable adapter") as refused:
         await replica.load("unservable@r0001", str(path))
     assert not refused.value.retryable
     assert await replica.ready()
