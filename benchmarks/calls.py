@@ -29,7 +29,7 @@ import uvicorn
 from benchmarks import measurement
 from benchmarks.templates import WORDS
 from flywheel.serving.calls.call_log import CallLog
-from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, CALL_LOG_VARIABLE
+from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, SETTINGS_VARIABLE, ServerSettings
 from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.system.server_limits import Receive, Scope, Send
 
@@ -76,7 +76,8 @@ async def stub(scope: Scope, receive: Receive, send: Send) -> None:
 def serve(parent: Connection, path: Path | None) -> None:
     os.environ |= {ALIAS_VARIABLE: "agent", BASE_VARIABLE: "base"}
     if path is not None:
-        os.environ[CALL_LOG_VARIABLE] = json.dumps({"path": str(path), "keep_days": 14, "max_bytes": 5 * 10**9})
+        log = {"path": str(path), "keep_days": 14, "max_bytes": 5 * 10**9}
+        os.environ[SETTINGS_VARIABLE] = ServerSettings(call_log=log).as_json()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:

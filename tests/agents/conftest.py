@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tests.serving.fake_vllm import running, with_middleware
 def server(tmp_path: Path) -> Iterator[Server]:
     model = ScriptedModel()
     log = {"path": str(tmp_path / "serving" / "calls.db"), "keep_days": 1, "max_bytes": 10**9}
-    app = with_middleware(model, FLYWHEEL_ALIAS="my-agent", FLYWHEEL_CALL_LOG=json.dumps(log))
+    app = with_middleware(model, FLYWHEEL_ALIAS="my-agent", call_log=log)
     recorder = Recorder(app)
     with running(recorder) as url:
         yield Server(model, recorder, url)

@@ -14,7 +14,6 @@ import httpx2
 import pytest
 
 from flywheel.serving.calls.call_log import CallLog
-from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from tests.agents.running import EXAMPLES
 from tests.factories.call_log import log_settings
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
@@ -71,7 +70,7 @@ def test_the_proxy_passes_the_conversation_on(tmp_path: Path, free_port: int, fo
     config.write_text(text if forwards else text.replace(FORWARDS, FORWARDS.replace("true", "false")))
     app, path = FakeVllm(), tmp_path / "serving" / "calls.db"
     app.loaded["my-agent@r0001"] = "/adapters/r0001"
-    middleware = with_middleware(app, FLYWHEEL_ALIAS="my-agent", **{CALL_LOG_VARIABLE: log_settings(path)})
+    middleware = with_middleware(app, FLYWHEEL_ALIAS="my-agent", call_log=log_settings(path))
     headers = ({"x-flywheel-conversation": "thread 7"}, {"x-litellm-session-id": "session 7"}, {})
     with running(middleware) as server, proxy(config, server, free_port) as url:
         split = {"target": BASE, "share": 0.5, "salt": "salt"}

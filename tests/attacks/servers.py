@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -97,8 +96,7 @@ async def running(kind: str, folder: Path, app: Any = None, **environment: str) 
             server = BackgroundServer(pages, bound, kind, guard.LIMITS)
             target = Target(kind, port, "GET /static/page.css")
         else:
-            hosts = json.dumps(["localhost", NAME])
-            wrapped = with_middleware(app or FakeVllm(), FLYWHEEL_ALLOWED_HOSTS=hosts, **environment)
+            wrapped = with_middleware(app or FakeVllm(), allowed_hosts=["localhost", NAME], **environment)
             server = BackgroundServer(wrapped, bound, kind)  # without limits of ours, as in vLLM
             target = Target(kind, port, "GET /health")
     try:

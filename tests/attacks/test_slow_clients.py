@@ -121,7 +121,7 @@ class Busy:
 async def test_many_bodies_at_once_are_all_read(tmp_path: Path) -> None:
     """60 of 5 MB where one may have 32 MB, in small: more than may arrive at once."""
     busy, body = Busy(), b'{"model": "agent"}'.ljust(100_000)
-    async with running("serve", tmp_path, busy, FLYWHEEL_MAX_BODY_BYTES="640000") as target:
+    async with running("serve", tmp_path, busy, max_body_bytes=640000) as target:
         opened = [await target.connected(chat_head(len(body)) + body[:-14_000]) for _ in range(60)]
         for piece in (body[-14_000:-9000], body[-9000:-9], body[-9:]):
             # Each of them has been read in part while there is no room. The oldest one must go on.
@@ -136,7 +136,7 @@ async def test_many_bodies_at_once_are_all_read(tmp_path: Path) -> None:
 
 async def test_bodies_that_the_model_has_read_have_a_limit_of_their_own(tmp_path: Path) -> None:
     busy, body = Busy(), b'{"model": "agent"}'.ljust(100_000)
-    async with running("serve", tmp_path, busy, FLYWHEEL_MAX_BODY_BYTES="100000") as target:
+    async with running("serve", tmp_path, busy, max_body_bytes=100000) as target:
         whole = chat_head(len(body)) + body
         opened = []
         for number in range(1, 33):
@@ -155,7 +155,7 @@ async def test_bodies_for_the_model_fill_no_memory_and_keep_no_probe_waiting(
     monkeypatch.setattr(server_limits, "ROOM_SECONDS", 0.1)
     size = 100_000
     head = chat_head(size)
-    async with running("serve", tmp_path, FLYWHEEL_MAX_BODY_BYTES=str(size)) as target:
+    async with running("serve", tmp_path, max_body_bytes=size) as target:
         opened = [await target.connected(head + b" " * (size - 9)) for _ in range(40)]
         answers = [asyncio.ensure_future(reader.read(2000)) for reader in opened]
         small = b'{"model": "agent", "messages": []}'

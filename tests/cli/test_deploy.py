@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from tests.factories.config import base_model, write_config
 from tests.factories.metrics import by, parsed
 from tests.factories.round import put_deployment, put_trained
 from tests.factories.state import read_state, write_state
-from tests.serving.fake_vllm import BASE, FakeVllm
+from tests.serving.fake_vllm import BASE, FakeVllm, settings_in
 from tests.waiting import wait_for
 
 __all__ = ["server"]
@@ -187,7 +186,7 @@ def test_serve_asks_the_state_what_is_deployed(
     model = {"base": base_model(tmp_path), "alias": "agent"}
     own = write_config(tmp_path, name="own.yaml", model=model, serving={"port": free_port})
     assert flywheel("serve", "-c", own).code == 0
-    told = json.loads(started[0]["FLYWHEEL_WAITING_ALIASES"])
+    told = settings_in(started[0])["waiting"]
     assert told == (
         {"agent": "agent@r0002 is deployed, and this server has not served it yet"} if is_deployed else {}
     )

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flywheel.config import Config, parse
+from flywheel.serving.environment_variables import SETTINGS_VARIABLE, ServerSettings
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
@@ -76,4 +77,4 @@ async def fleet(tmp_path: Path, store: Store) -> AsyncIterator[Fleet]:
 @pytest.fixture
 def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requested before `fleet`, whose servers read it."""
-    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "2")
+    monkeypatch.setenv(SETTINGS_VARIABLE, ServerSettings(max_adapters=2).as_json())

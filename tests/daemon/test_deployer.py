@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
 from flywheel.records.states import DeploymentState
 from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.environment_variables import SETTINGS_VARIABLE, ServerSettings
 from flywheel.serving.server_keys import make_admin_key
 from flywheel.store import deployments, rounds
 from flywheel.store.kernel import schema
@@ -537,7 +537,7 @@ async def test_a_server_started_anew_with_its_adapter_is_proven_again_once(tmp_p
 
 @pytest.fixture
 def four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "4")
+    monkeypatch.setenv(SETTINGS_VARIABLE, ServerSettings(max_adapters=4).as_json())
 
 
 @pytest.mark.slow
@@ -652,10 +652,8 @@ class Waits(Restarts):
     def anew(self) -> None:
         self.app.loaded.clear()
         self.aliases.unlink(missing_ok=True)
-        waits = json.dumps({"agent": "nobody has said so"})
-        self.serving = with_middleware(
-            self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), FLYWHEEL_WAITING_ALIASES=waits
-        )
+        waits = {"agent": "nobody has said so"}
+        self.serving = with_middleware(self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), waiting=waits)
 
 
 @pytest.mark.slow

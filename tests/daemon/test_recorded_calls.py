@@ -19,7 +19,7 @@ from flywheel.records import exclusion
 from flywheel.records.request_id import request_id_in
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
-from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
+from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.store.kernel.schema import replies, sources, tasks
 from flywheel.store.views.balance import balance
@@ -114,9 +114,7 @@ class Model:
 async def test_what_the_middleware_records_is_what_the_tasks_hold(tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     log = {"path": str(tmp_path / "serving" / "calls.db"), "keep_days": 14, "max_bytes": 10**9}
-    middleware = with_middleware(
-        Model(), FLYWHEEL_ALIAS="my-agent", **{CALL_LOG_VARIABLE: json.dumps(log), ADMIN_KEY_VARIABLE: "secret"}
-    )
+    middleware = with_middleware(Model(), FLYWHEEL_ALIAS="my-agent", call_log=log, **{ADMIN_KEY_VARIABLE: "secret"})
     with running(middleware) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("ADMIN", "secret")
         config = config_of(tmp_path, serving={"urls": [url], "admin_key_env": "ADMIN"})

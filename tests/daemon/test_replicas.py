@@ -6,7 +6,6 @@ The pods are loopback addresses with one port; the name has those addresses that
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,7 +38,7 @@ from tests.waiting import until
 
 R1, R2 = "agent@r0001", "agent@r0002"
 KEY = "a-key-of-administrators"
-WAITS = json.dumps({"agent": "the daemon has not confirmed what it stands for"})
+WAITS = {"agent": "the daemon has not confirmed what it stands for"}
 
 
 class Pods:
@@ -52,12 +51,12 @@ class Pods:
         self.folder = folder
         self._stack = contextlib.ExitStack()
 
-    def start(self, address: str, before: Callable[[str], None] | None = None, **environment: str) -> FakeVllm:
+    def start(self, address: str, before: Callable[[str], None] | None = None, **environment: Any) -> FakeVllm:
         """A pod whose alias waits until it is told what is deployed. `before` is called with the method and path of
         each request."""
         app = FakeVllm({BASE: PROBE.second.base})
         app.weights |= {str(self.folder / name): PROBE.second.adapter for name in ("r0001", "r0002")}
-        settings = {"FLYWHEEL_WAITING_ALIASES": WAITS, "FLYWHEEL_ADMIN_KEY": KEY, **environment}
+        settings = {"waiting": WAITS, "FLYWHEEL_ADMIN_KEY": KEY, **environment}
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             if before is not None:
@@ -284,9 +283,9 @@ async def test_pods_that_share_no_disk_with_the_daemon_get_its_adapters(
 
     def start(address: str) -> Path:
         copies = tmp_path / address
-        sent = json.dumps({"path": str(copies), "max_bytes": 1_000_000})
+        sent = {"path": str(copies), "max_bytes": 1_000_000}
         file = str(tmp_path / f"{address}.json")
-        app = pods.start(address, FLYWHEEL_SENT_ADAPTERS=sent, FLYWHEEL_ALIAS_FILE=file)
+        app = pods.start(address, sent_adapters=sent, FLYWHEEL_ALIAS_FILE=file)
         app.weights |= {str(copies / each): PROBE.second.adapter for each in hashes}
         return copies
 

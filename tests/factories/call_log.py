@@ -46,5 +46,5 @@ def stored(log: CallLog) -> list[RecordedCall]:
     return [each for _, each in log.page(0, 10**6, 10**9)]
 
 
-def log_settings(path: Path, **more: float) -> str:
-    return json.dumps({"path": str(path), "keep_days": 14, "max_bytes": 10**9, **more})
+def log_settings(path: Path, **more: float) -> dict[str, Any]:
+    return {"path": str(path), "keep_days": 14, "max_bytes": 10**9, **more}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,8 @@ class Restarts:
         self.anew()
 
     def anew(self) -> None:
-        names = json.dumps(list(self.app.loaded))
-        self.serving = with_middleware(
-            self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), FLYWHEEL_LOADED_ADAPTERS=names
-        )
+        names = list(self.app.loaded)
+        self.serving = with_middleware(self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), loaded=names)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.serving(scope, receive, send)

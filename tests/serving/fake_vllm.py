@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from unittest import mock
 import uvicorn
 
 from flywheel.records.round import Probe, Recording
+from flywheel.serving.environment_variables import SETTINGS_VARIABLE
 from flywheel.serving.server.middleware import AliasMiddleware
 
 BASE = "tiny"
@@ -191,10 +192,24 @@ def running(app: Any, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
         listener.close()
 
 
-def with_middleware(app: Any, **environment: str) -> Any:
-    """The app behind the alias middleware, which reads its settings from the environment once, when it is made."""
-    settings = {"FLYWHEEL_ALIAS": "agent", "FLYWHEEL_BASE_MODEL": BASE, **environment}
-    with mock.patch.dict(os.environ, settings):
+def server_environment(**given: Any) -> dict[str, str]:
+    """The environment of a server: variables by their names, and fields of its settings by theirs."""
+    environment = {name: value for name, value in given.items() if name.isupper()}
+    settings = {name: value for name, value in given.items() if not name.isupper()}
+    return environment | ({SETTINGS_VARIABLE: json.dumps(settings)} if settings else {})
+
+
+def settings_in(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that an environment gives to a server."""
+    settings: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])
+    return settings
+
+
+def with_middleware(app: Any, **given: Any) -> Any:
+    """The app behind the alias middleware, which reads its settings from the environment once, when it is made: those
+    of `server_environment`."""
+    names = {"FLYWHEEL_ALIAS": "agent", "FLYWHEEL_BASE_MODEL": BASE}
+    with mock.patch.dict(os.environ, names | server_environment(**given)):
         return AliasMiddleware(app)
 
 

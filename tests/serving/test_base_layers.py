@@ -178,7 +178,7 @@ def test_a_base_model_that_cannot_be_built_is_said(tmp_path: Path, caplog: pytes
     with pytest.raises(UnknownLayersError, match=f"{tmp_path / 'base'} cannot be built: "):
         why_misfit(str(tmp_path / "base"), adapter)
     app = FakeVllm()
-    with running(with_middleware(app, FLYWHEEL_BASE_PATH=str(tmp_path / "base"))) as url:
+    with running(with_middleware(app, base_path=str(tmp_path / "base"))) as url:
         assert load(url, adapter).status_code == 200
     assert f"the adapter in {adapter} is not compared with the base model" in caplog.text
 
@@ -190,7 +190,7 @@ def load(url: str, folder: Path) -> httpx2.Response:
 
 def test_a_server_loads_what_fits_alone(tmp_path: Path) -> None:
     app = FakeVllm()
-    with running(with_middleware(app, FLYWHEEL_BASE_PATH=str(POLICY))) as url:
+    with running(with_middleware(app, base_path=str(POLICY))) as url:
         for number, (layers, why) in enumerate(WRONG):
             refused = load(url, put_matrices(tmp_path / str(number), layers))
             assert refused.status_code == 400

@@ -60,8 +60,7 @@ def test_a_key_is_taken_from_where_each_maker_sends_it(app: FakeVllm, url: str, 
 
 def test_calls_are_told_apart_by_the_key_wherever_it_is_sent(app: FakeVllm, tmp_path: Any) -> None:
     path = tmp_path / "calls.db"
-    kept = f'{{"path": "{path}", "keep_days": 1, "max_bytes": 1000000}}'
-    with_log = with_middleware(app, FLYWHEEL_CALL_LOG=kept)
+    with_log = with_middleware(app, call_log={"path": str(path), "keep_days": 1, "max_bytes": 1000000})
     headers = [{"x-api-key": "a"}, {"x-api-key": "a"}, {"api-key": "b"}, {"authorization": "Bearer c"}, {}]
     with running(with_log) as url:
         for each in headers:
@@ -133,7 +132,7 @@ def test_no_header_replaces_the_model_of_an_agents_request(app: FakeVllm, url: s
 
 def test_versions_are_exposed_by_setting(app: FakeVllm) -> None:
     with (
-        running(with_middleware(app, **KEYS, FLYWHEEL_EXPOSE_VERSIONS="1")) as url,
+        running(with_middleware(app, **KEYS, expose_versions=True)) as url,
         client(url) as agents,
     ):
         assert VERSION in [model.id for model in agents.models.list()]

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import flywheel
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from tests.factories.call_log import log_settings
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import wait_for
@@ -41,7 +40,7 @@ def server(app: FakeVllm, tmp_path: Path) -> Iterator[Server]:
     """Its alias is split between r0001 and the base model."""
     app.loaded["agent@r0001"] = "/adapters/r0001"
     path = tmp_path / "serving" / "calls.db"
-    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: log_settings(path)})
+    middleware = with_middleware(app, call_log=log_settings(path))
     with running(middleware) as url:
         change = {"alias": "agent", "target": "agent@r0001", "split": SPLIT}
         assert httpx2.put(f"{url}/flywheel/alias", json=change).status_code == 200

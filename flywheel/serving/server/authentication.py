@@ -20,7 +20,6 @@ from flywheel.serving.environment_variables import (
     ADMIN_KEY_FILE_VARIABLE,
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
-    OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
 )
 from flywheel.serving.server.asgi import route_path, with_header
@@ -58,13 +57,13 @@ class Gate:
         self._open = routes.OPEN | {routes.METRICS} if open_metrics else routes.OPEN
 
     @classmethod
-    def of_environment(cls) -> Gate:
+    def of_environment(cls, *, open_metrics: bool) -> Gate:
         vllm = os.environ.get(VLLM_KEY_VARIABLE) or None
         return cls(
             agents_key=os.environ.get(API_KEY_VARIABLE, vllm),
             admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or _key_in(os.environ.get(ADMIN_KEY_FILE_VARIABLE)),
             vllm_key=vllm,
-            open_metrics=bool(os.environ.get(OPEN_METRICS_VARIABLE)),
+            open_metrics=open_metrics,
         )
 
     def admit(self, scope: Scope) -> tuple[Scope, Access]:

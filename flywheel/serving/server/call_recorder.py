@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import json
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, fits_a_page
-from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from flywheel.serving.server.asgi import with_body
 from flywheel.system.server_limits import App, Message, Receive, Scope, Send, header
 
@@ -128,9 +125,8 @@ class CallRecorder:
         self._warned = self._pruned = float("-inf")
 
     @classmethod
-    def of_environment(cls) -> Self | None:
-        """None if the log is off."""
-        settings = json.loads(os.environ.get(CALL_LOG_VARIABLE) or "null")
+    def of(cls, settings: Mapping[str, Any] | None) -> Self | None:
+        """By `ServerSettings.call_log`."""
         return cls(Path(settings["path"]), settings["keep_days"], settings["max_bytes"]) if settings else None
 
     @property

@@ -6,14 +6,12 @@ Runs inside vLLM's process; only the standard library is imported, and modules t
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-from typing import Final, NamedTuple, Self
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
 
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES, RECORD_HEADER, forms_of, refuses_recording
 from flywheel.serving import routes
 from flywheel.serving.calls.request_parts import JsonScan
-from flywheel.serving.environment_variables import EXCLUDED_VARIABLE
 from flywheel.serving.server.units import METADATA, USER, RequestText, short_text
 from flywheel.system.server_limits import Scope, header
 
@@ -44,14 +42,9 @@ def caller_of(scope: Scope, path: str, body: RequestText) -> Caller:
 class Exclusions:
     """The users and conversations of whom nothing is recorded."""
 
-    def __init__(self, users: frozenset[str] = frozenset(), conversations: frozenset[str] = frozenset()) -> None:
-        self._users = users
+    def __init__(self, users: Iterable[str] = (), conversations: Collection[str] = ()) -> None:
+        self._users = frozenset(users)
         self._conversations = frozenset(forms_of(conversations))
-
-    @classmethod
-    def of_environment(cls) -> Self:
-        given = json.loads(os.environ.get(EXCLUDED_VARIABLE) or "{}")
-        return cls(frozenset(given.get("users", ())), frozenset(given.get("conversations", ())))
 
     def refuse(self, scope: Scope, caller: Caller) -> bool:
         """Whether nothing of a request may be recorded: its header says so, or it is of somebody who is excluded."""

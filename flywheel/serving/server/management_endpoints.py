@@ -20,7 +20,6 @@ from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.alias_target import AliasTarget, texts
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
-from flywheel.serving.environment_variables import BASE_PATH_VARIABLE, MAX_ADAPTERS_VARIABLE
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
@@ -46,12 +45,6 @@ class AdapterSlots:
         self.sent = sent
         self._base = base
         self._one_at_a_time = asyncio.Lock()
-
-    @classmethod
-    def of_environment(cls, app: App, aliases: AliasTable) -> AdapterSlots:
-        most = os.environ.get(MAX_ADAPTERS_VARIABLE)
-        base = os.environ.get(BASE_PATH_VARIABLE)
-        return cls(app, aliases, int(most) if most else None, SentAdapters.of_environment(), base)
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. With

@@ -26,24 +26,14 @@ from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.serving.calls.request_parts import JsonScan, TooComplexError
-from flywheel.serving.environment_variables import (
-    ADDRESS_VARIABLE,
-    ALIAS_VARIABLE,
-    BASE_VARIABLE,
-    EXPOSE_VERSIONS_VARIABLE,
-    FILE_VARIABLE,
-    HOSTS_VARIABLE,
-    LOADED_VARIABLE,
-    MAX_BODY_VARIABLE,
-    WAITING_VARIABLE,
-)
+from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, FILE_VARIABLE, ServerSettings
 from flywheel.serving.server.alias_table import AliasTable, listed, not_found, unknown_model
 from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
-from flywheel.serving.server.sent_adapters import SECONDS
+from flywheel.serving.server.sent_adapters import SECONDS, SentAdapters
 from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
 from flywheel.system.server_limits import (
     App,
@@ -157,8 +147,6 @@ async def _announce(url: str, announcement: Callable[[], str]) -> None:
     print(announcement(), flush=True)
 
 
-MAX_BODY_BYTES = 32_000_000
-"""The default if `flywheel serve` sets no other."""
 BODIES_HELD: Final = 32
 """Bodies of this size that fit into memory at once: vLLM holds that of a request until it is answered."""
 
@@ -169,28 +157,29 @@ class AliasMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        file = os.environ.get(FILE_VARIABLE)
+        settings, file = ServerSettings.of_environment(), os.environ.get(FILE_VARIABLE)
         self._aliases = AliasTable(
             os.environ.get(ALIAS_VARIABLE, "").splitlines(),
             os.environ.get(BASE_VARIABLE, ""),
             Path(file) if file else None,
-            json.loads(os.environ.get(LOADED_VARIABLE) or "[]"),
-            json.loads(os.environ.get(WAITING_VARIABLE) or "{}"),
+            settings.loaded,
+            settings.waiting or {},
         )
-        self._gate = Gate.of_environment()
-        self._exposes_versions = bool(os.environ.get(EXPOSE_VERSIONS_VARIABLE))
-        hosts = json.loads(os.environ.get(HOSTS_VARIABLE) or "null")
+        self._gate = Gate.of_environment(open_metrics=settings.open_metrics)
+        self._exposes_versions = settings.expose_versions
+        hosts = settings.allowed_hosts
         limits = ServerLimits(
             hosts=None if hosts is None else frozenset(hosts),
             host_hint="Name it in serving.allowed_hosts.",
-            body_bytes=int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES),
+            body_bytes=settings.max_body_bytes,
             body_hint="The limit is serving.max_body_mb.",
             bodies_held=BODIES_HELD,
         )
         self._limited = Limited(self._let_in, limits, refuse)
-        self._recorder = CallRecorder.of_environment()
-        self._exclusions = Exclusions.of_environment()
-        self._slots = AdapterSlots.of_environment(app, self._aliases)
+        self._recorder = CallRecorder.of(settings.call_log)
+        self._exclusions = Exclusions(**settings.not_recorded or {})
+        sent_adapters = SentAdapters.of(settings.sent_adapters)
+        self._slots = AdapterSlots(app, self._aliases, settings.max_adapters, sent_adapters, settings.base_path)
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
             hint, most = "The limit is serving.max_adapter_gb.", sent.max_bytes
@@ -198,7 +187,7 @@ class AliasMiddleware:
                 limits, body_bytes=most, body_hint=hint, bodies=2, bodies_held=2, body_seconds=SECONDS
             )
             self._sending = Limited(self._let_in, of_files, refuse)
-        self._address = os.environ.get(ADDRESS_VARIABLE)
+        self._address = settings.address
         self._started = int(time.time())
         # Tells clients that the server was restarted.
         self._instance = secrets.token_hex(8)

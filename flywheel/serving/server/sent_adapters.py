@@ -11,18 +11,16 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 from flywheel.serving.adapter_files import FILES, why_changed
 from flywheel.serving.alias_target import AliasTarget
-from flywheel.serving.environment_variables import SENT_ADAPTERS_VARIABLE
 from flywheel.system.files import make_private, private, sync, tree_sha256
 from flywheel.system.server_limits import Receive, RefusedError
 
@@ -39,11 +37,10 @@ class SentAdapters:
         self.max_bytes = max_bytes
 
     @classmethod
-    def of_environment(cls) -> Self | None:
-        """None if the server accepts no adapters. Removes what a killed server has left unfinished."""
-        if not (given := os.environ.get(SENT_ADAPTERS_VARIABLE)):
+    def of(cls, settings: Mapping[str, Any] | None) -> Self | None:
+        """By `ServerSettings.sent_adapters`. Removes what a killed server has left unfinished."""
+        if settings is None:
             return None
-        settings = json.loads(given)
         sent = cls(Path(settings["path"]), settings["max_bytes"])
         for left in sent.folder.glob(".*"):
             _remove(left)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
@@ -24,26 +24,16 @@ from flywheel.errors import ServeError
 from flywheel.serving.adapter_files import CURRENT_FILE, why_unloadable
 from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.environment_variables import (
-    ADDRESS_VARIABLE,
     ADMIN_KEY_FILE_VARIABLE,
     ADMIN_KEY_VARIABLE,
     ALIAS_VARIABLE,
     API_KEY_VARIABLE,
-    BASE_PATH_VARIABLE,
     BASE_VARIABLE,
-    CALL_LOG_VARIABLE,
     CPU_LORA_VARIABLE,
-    EXCLUDED_VARIABLE,
-    EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
-    HOSTS_VARIABLE,
-    LOADED_VARIABLE,
-    MAX_ADAPTERS_VARIABLE,
-    MAX_BODY_VARIABLE,
-    OPEN_METRICS_VARIABLE,
-    SENT_ADAPTERS_VARIABLE,
+    SETTINGS_VARIABLE,
     VLLM_KEY_VARIABLE,
-    WAITING_VARIABLE,
+    ServerSettings,
 )
 from flywheel.serving.server.alias_table import read_aliases, write_aliases
 from flywheel.serving.server.left_processes import environment as server_environment
@@ -196,35 +186,40 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
         "VLLM_CPU_KVCACHE_SPACE": str(serving.cpu_kv_cache_gib),
         ALIAS_VARIABLE: "\n".join(config.aliases),
         BASE_VARIABLE: name,
-        BASE_PATH_VARIABLE: base,
         FILE_VARIABLE: str(alias_file(config)),
-        LOADED_VARIABLE: json.dumps(list(adapters)),
-        MAX_ADAPTERS_VARIABLE: str(config.max_adapters),
         CPU_LORA_VARIABLE: "1",
-        WAITING_VARIABLE: json.dumps(waiting),
-        MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
-        SENT_ADAPTERS_VARIABLE: json.dumps(
-            {"path": str(sent_adapters(config).absolute()), "max_bytes": int(serving.max_adapter_gb * 1e9)}
-        ),
-        ADDRESS_VARIABLE: _address(serving),
+        SETTINGS_VARIABLE: _server_settings(config, base, list(adapters), waiting).as_json(),
         **keys,
     }
-    if serving.call_log is not None:
-        kept = {"keep_days": serving.call_log.keep_days, "max_bytes": serving.call_log.max_bytes}
-        environment[CALL_LOG_VARIABLE] = json.dumps({"path": str(call_log_file(config).absolute()), **kept})
-    if config.privacy.exclude.users or config.privacy.exclude.conversations:
-        exclude = config.privacy.exclude
-        environment[EXCLUDED_VARIABLE] = json.dumps({"users": exclude.users, "conversations": exclude.conversations})
     if Path(base).is_absolute():
         environment["HF_HUB_OFFLINE"] = "1"
-    if is_loopback(serving.host):
-        hosts = {*LOOPBACK_NAMES, serving.host, *serving.allowed_hosts}
-        environment[HOSTS_VARIABLE] = json.dumps(sorted(hosts))
-    if serving.open_metrics:
-        environment[OPEN_METRICS_VARIABLE] = "1"
-    if serving.expose_versions:
-        environment[EXPOSE_VERSIONS_VARIABLE] = "1"
     return arguments, environment
+
+
+def _server_settings(config: Config, base: str, loaded: list[str], waiting: Mapping[str, str]) -> ServerSettings:
+    serving, log, exclude = config.serving, config.serving.call_log, config.privacy.exclude
+    call_log: dict[str, Any] | None = None
+    if log is not None:
+        path = str(call_log_file(config).absolute())
+        call_log = {"path": path, "keep_days": log.keep_days, "max_bytes": log.max_bytes}
+    hosts = {*LOOPBACK_NAMES, serving.host, *serving.allowed_hosts} if is_loopback(serving.host) else None
+    return ServerSettings(
+        loaded=loaded,
+        max_adapters=config.max_adapters,
+        base_path=base,
+        waiting=waiting,
+        max_body_bytes=int(serving.max_body_mb * 1_000_000),
+        sent_adapters={
+            "path": str(sent_adapters(config).absolute()),
+            "max_bytes": int(serving.max_adapter_gb * 1e9),
+        },
+        call_log=call_log,
+        not_recorded={"users": exclude.users, "conversations": exclude.conversations},
+        allowed_hosts=None if hosts is None else sorted(hosts),
+        open_metrics=serving.open_metrics,
+        expose_versions=serving.expose_versions,
+        address=_address(serving),
+    )
 
 
 def prepare(config: Config) -> None:

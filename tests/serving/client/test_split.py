@@ -264,7 +264,7 @@ app.loaded = json.loads(sys.argv[2])
 for path in json.loads(sys.argv[3]):
     app.weights[path] = PROBE.second.adapter
 serving = with_middleware(
-    app, FLYWHEEL_ALIAS_FILE=sys.argv[1], FLYWHEEL_LOADED_ADAPTERS=json.dumps(list(app.loaded))
+    app, FLYWHEEL_ALIAS_FILE=sys.argv[1], loaded=list(app.loaded)
 )
 Told(uvicorn.Config(serving, port=int(sys.argv[4]), log_level="warning", lifespan="off", ws="none")).run()
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,9 +151,9 @@ def test_an_admin_key_in_a_file(app: FakeVllm, tmp_path: Path) -> None:
         assert httpx2.get(f"{url}/flywheel/alias", headers=ADMIN).status_code == 200
 
 
-@pytest.mark.parametrize(("setting", "status"), [("", 401), ("1", 200)])
-def test_metrics_are_open_by_setting(app: FakeVllm, setting: str, status: int) -> None:
-    with running(with_middleware(app, **KEYS, FLYWHEEL_OPEN_METRICS=setting)) as url:
+@pytest.mark.parametrize(("setting", "status"), [(False, 401), (True, 200)])
+def test_metrics_are_open_by_setting(app: FakeVllm, setting: bool, status: int) -> None:
+    with running(with_middleware(app, **KEYS, open_metrics=setting)) as url:
         assert httpx2.get(f"{url}/metrics").status_code == status
         assert httpx2.get(f"{url}/metrics", headers=AGENTS).status_code == 200
         assert httpx2.get(f"{url}/version").status_code == 401
@@ -206,14 +205,14 @@ async def test_websockets_need_the_key_as_well() -> None:
     ],
 )
 async def test_only_known_hosts_on_loopback(app: FakeVllm, host: str, allowed: bool) -> None:
-    hosts = json.dumps(["localhost", "127.0.0.1", "::1", "agents.internal"])
-    with running(with_middleware(app, FLYWHEEL_ALLOWED_HOSTS=hosts)) as url:
+    hosts = ["localhost", "127.0.0.1", "::1", "agents.internal"]
+    with running(with_middleware(app, allowed_hosts=hosts)) as url:
         for method, path in (("POST", "/v1/completions"), ("GET", "/flywheel/alias"), ("GET", "/health")):
             answer = httpx2.request(method, f"{url}{path}", headers={"host": host})
             assert answer.status_code == (200 if allowed else 421), path
     if not allowed:
         assert "serving.allowed_hosts" in answer.text
-    sent = await websocket((b"host", host.encode()), FLYWHEEL_ALLOWED_HOSTS=hosts)
+    sent = await websocket((b"host", host.encode()), allowed_hosts=hosts)
     assert [message["type"] for message in sent] == ["reached the app" if allowed else "websocket.close"]
 
 

@@ -29,13 +29,12 @@ from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.environment_variables import CALL_LOG_VARIABLE, EXCLUDED_VARIABLE
 from flywheel.serving.server import call_recorder
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.system.server_limits import Message, Receive, Scope, Send
 from tests.factories.call_log import log_settings
 from tests.factories.scripted_vllm import EVENTS, Scripted
-from tests.serving.fake_vllm import BASE, running, with_middleware
+from tests.serving.fake_vllm import BASE, running, server_environment, with_middleware
 from tests.waiting import SOON, wait_for
 
 CHAT = {"model": "agent", "messages": [{"role": "user", "content": "¿Qué? \U0001f600"}]}
@@ -63,7 +62,7 @@ class Server:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.01)
     app, path = Scripted(), tmp_path / "serving" / "calls.db"
-    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: log_settings(path)})
+    middleware = with_middleware(app, call_log=log_settings(path))
     with running(middleware) as url:
         yield Server(app, path, url, middleware)
     middleware._recorder.close()
@@ -231,7 +230,7 @@ def test_a_wrong_page_is_refused(server: Server, query: str) -> None:
 
 def test_reading_calls_takes_the_admin_key(tmp_path: Path) -> None:
     keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin"}
-    with running(with_middleware(Scripted(), **keys, **{CALL_LOG_VARIABLE: log_settings(tmp_path / "c.db")})) as url:
+    with running(with_middleware(Scripted(), **keys, call_log=log_settings(tmp_path / "c.db"))) as url:
         asked = [
             httpx2.get(f"{url}/flywheel/calls", headers={"authorization": f"Bearer {key}"}).status_code
             for key in ("agents", "wrong", "admin")
@@ -424,7 +423,7 @@ class Process(Server):
     """The same in a process of its own."""
 
     def __init__(self, path: Path, limit: int = 0) -> None:
-        environment = {**os.environ, CALL_LOG_VARIABLE: log_settings(path)}
+        environment = {**os.environ, **server_environment(call_log=log_settings(path))}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(limit)], stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -516,7 +515,7 @@ async def test_old_calls_are_pruned_by_the_server(tmp_path: Path, monkeypatch: p
     old = RecordedCall("a", "p", "base", "", 0, 1, 2, 200, True, "", b"{}", b"")
     with CallLog(path) as log:
         log.append([old])
-    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: log_settings(path)})
+    middleware = with_middleware(Scripted(), call_log=log_settings(path))
     with running(middleware) as url:
         httpx2.post(f"{url}/v1/chat/completions", json=CHAT)
         with CallLog(path) as log:
@@ -535,9 +534,7 @@ def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monk
         return stored
 
     monkeypatch.setattr(CallLog, "append", measured)
-    middleware = with_middleware(
-        Scripted(), **{CALL_LOG_VARIABLE: log_settings(tmp_path / "calls.db", max_bytes=limit)}
-    )
+    middleware = with_middleware(Scripted(), call_log=log_settings(tmp_path / "calls.db", max_bytes=limit))
     with running(middleware) as url, httpx2.Client(base_url=url) as client:
         # Small calls first: the large ones after them need the room of many.
         bodies = ["y"] * 200 + [os.urandom(150_000).hex() for _ in range(40)] + [os.urandom(2_000_000).hex()]
@@ -637,9 +634,8 @@ MESSAGES = {"model": "agent", "max_tokens": 9, "messages": CHAT["messages"]}
 def test_nothing_of_excluded_users_and_conversations_is_recorded(
     tmp_path: Path, path: str, body: object, headers: dict[str, str]
 ) -> None:
-    given = {CALL_LOG_VARIABLE: log_settings(tmp_path / "calls.db")}
-    given[EXCLUDED_VARIABLE] = json.dumps({"users": ["ana"], "conversations": ["c-1", "ça"]})
-    middleware = with_middleware(Scripted(), **given)
+    log, excluded = log_settings(tmp_path / "calls.db"), {"users": ["ana"], "conversations": ["c-1", "ça"]}
+    middleware = with_middleware(Scripted(), call_log=log, not_recorded=excluded)
     with running(middleware) as url:
         server = Server(Scripted(), tmp_path / "calls.db", url, middleware)
         assert server.ask(body, path, **headers).status_code == 200

@@ -148,7 +148,7 @@ class SlowVllm(FakeVllm):
 def full(adapter: Path) -> Iterator[tuple[SlowVllm, str]]:
     """A server with two slots, of which one is taken."""
     app = SlowVllm()
-    with replica(app, lambda it: with_middleware(it, FLYWHEEL_MAX_ADAPTERS="2")) as url:
+    with replica(app, lambda it: with_middleware(it, max_adapters=2)) as url:
         assert load(url, str(adapter)).status_code == 200
         yield app, url
 

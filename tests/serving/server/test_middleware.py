@@ -88,7 +88,7 @@ def test_a_body_that_is_too_long_is_refused(app: FakeVllm, path: str, declared: 
     body = b'{"model": "agent", "a": "' + b"x" * 100_000 + b'"}'
     content = body if declared else (body[at : at + 10_000] for at in range(0, len(body), 10_000))
     method = "PUT" if path == "/flywheel/alias" else "POST"
-    with running(with_middleware(app, FLYWHEEL_MAX_BODY_BYTES="60000")) as url:
+    with running(with_middleware(app, max_body_bytes=60000)) as url:
         headers = {"content-type": "application/json"}
         refused = httpx2.request(method, f"{url}{path}", content=content, headers=headers)
         assert refused.status_code == 413
@@ -242,7 +242,7 @@ def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
         point(url, "agent@r0003", path="/adapters/r0003", sha256="a hash")
     saved = {"target": "agent@r0003", "path": "/adapters/r0003", "sha256": "a hash"}
     assert json.loads(file.read_text()) == {"agent": saved}
-    with running(with_middleware(FakeVllm(), FLYWHEEL_LOADED_ADAPTERS='["agent@r0003"]', **settings)) as url:
+    with running(with_middleware(FakeVllm(), loaded=["agent@r0003"], **settings)) as url:
         shown = httpx2.get(f"{url}/flywheel/alias").json()
         assert shown["aliases"] == {"agent": "agent@r0003"}
         assert shown["paths"] == {"agent@r0003": "/adapters/r0003"}

@@ -18,7 +18,7 @@ from flywheel.serving.client.replica_client import Replica
 from tests.cases import for_each
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 
-WAITS = {"FLYWHEEL_WAITING_ALIASES": '{"agent": "nobody has said so"}'}
+WAITS = {"waiting": {"agent": "nobody has said so"}}
 KEYS = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin", "VLLM_API_KEY": "internal"}
 VERSION = "agent@r0001"
 
@@ -94,7 +94,7 @@ def test_what_the_file_names_is_restored(tmp_path: Path, target: str) -> None:
     file.write_text(json.dumps({"agent": {"target": target, "path": "/r" if target != BASE else None}}))
     app = FakeVllm()
     app.loaded[VERSION] = "/r"
-    loaded = {"FLYWHEEL_ALIAS_FILE": str(file), "FLYWHEEL_LOADED_ADAPTERS": json.dumps([VERSION])}
+    loaded = {"FLYWHEEL_ALIAS_FILE": str(file), "loaded": [VERSION]}
     with running(with_middleware(app, **loaded)) as url:
         assert ready(url) == counted(200, restored=1)
         assert ask(url).json()["model"] == target

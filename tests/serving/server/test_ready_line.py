@@ -46,7 +46,7 @@ async def test_it_says_so_once_it_can_be_reached(
             raise
 
     monkeypatch.setattr(asyncio, "open_connection", noted)
-    middleware = with_middleware(application, FLYWHEEL_ADDRESS=url)
+    middleware = with_middleware(application, address=url)
     serving = asyncio.create_task(middleware({"type": "lifespan"}, receive, send))
     await until(lambda: len(refused) >= 3, "tries to reach it")
     assert sent == [{"type": "lifespan.startup.complete"}]

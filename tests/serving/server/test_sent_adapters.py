@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx2
 import pytest
@@ -23,7 +20,6 @@ from flywheel.serving.environment_variables import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     FILE_VARIABLE,
-    SENT_ADAPTERS_VARIABLE,
 )
 from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.system.files import tree_bytes, tree_sha256
@@ -57,9 +53,9 @@ def server(app: FakeVllm, tmp_path: Path, copies: Path) -> Iterator[str]:
         ADMIN_KEY_VARIABLE: "admin",
         API_KEY_VARIABLE: "agents",
         FILE_VARIABLE: str(tmp_path / "aliases.json"),
-        SENT_ADAPTERS_VARIABLE: json.dumps({"path": str(copies), "max_bytes": MAX_BYTES}),
     }
-    with running(elsewhere(with_middleware(app, **variables), tmp_path / "daemon")) as url:
+    sent = {"path": str(copies), "max_bytes": MAX_BYTES}
+    with running(elsewhere(with_middleware(app, sent_adapters=sent, **variables), tmp_path / "daemon")) as url:
         yield url
 
 
@@ -97,8 +93,7 @@ async def test_what_was_sent_is_not_sent_again(app: FakeVllm, server: str, adapt
 async def test_a_server_with_the_files_on_its_own_disk_gets_none(
     app: FakeVllm, tmp_path: Path, adapter: Path, copies: Path
 ) -> None:
-    sent = json.dumps({"path": str(copies), "max_bytes": MAX_BYTES})
-    with running(with_middleware(app, **{SENT_ADAPTERS_VARIABLE: sent})) as url:
+    with running(with_middleware(app, sent_adapters={"path": str(copies), "max_bytes": MAX_BYTES})) as url:
         async with Replica(url) as replica:
             assert await replica.load(NAME, str(adapter), tree_sha256(adapter))
     assert app.loaded == {NAME: str(adapter)}
@@ -242,9 +237,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(adapter: Path, c
     left = copies / f".{'0' * 64}.abcd1234"
     left.mkdir()
     (left / FILES[0]).write_bytes(b"{")
-    settings = json.dumps({"path": str(copies), "max_bytes": 1})
-    with mock.patch.dict(os.environ, {SENT_ADAPTERS_VARIABLE: settings}):
-        assert SentAdapters.of_environment() is not None
+    assert SentAdapters.of({"path": str(copies), "max_bytes": 1}) is not None
     assert found_in(copies) == [tree_sha256(adapter)]
 
 

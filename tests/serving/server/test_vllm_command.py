@@ -21,6 +21,7 @@ from flywheel.serving.server.vllm_command import alias_file
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from tests.factories.adapter import put_adapter_files
+from tests.serving.fake_vllm import settings_in
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_the_command(make: Callable[..., Config]) -> None:
     assert environment["FLYWHEEL_ALIAS"] == "agent"
     assert environment["FLYWHEEL_BASE_MODEL"] == "tiny"
     assert environment["FLYWHEEL_ALIAS_FILE"] == str(alias_file(config))
-    assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "32000000"
+    assert settings_in(environment)["max_body_bytes"] == 32000000
 
 
 def test_a_hub_name_keeps_the_hub(make: Callable[..., Config]) -> None:
@@ -136,7 +137,7 @@ def test_an_admin_key_of_ones_own(make: Callable[..., Config], monkeypatch: pyte
 
 def test_hosts_are_looked_at_on_loopback_alone(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts(**serving: Any) -> Any:
-        return json.loads(vllm_command.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
+        return settings_in(vllm_command.command(make(**serving))[1])["allowed_hosts"]
 
     assert set(hosts()) == {"localhost", "127.0.0.1", "::1"}
     assert set(hosts(host="127.0.0.2", allowed_hosts=["Agents.Internal", "[::2]"])) == {
@@ -154,12 +155,12 @@ def test_what_is_no_host_name(make: Callable[..., Config], name: str) -> None:
 
 def test_what_the_middleware_is_told(make: Callable[..., Config]) -> None:
     environment = vllm_command.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
-    assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "1500000"
-    assert environment["FLYWHEEL_OPEN_METRICS"] == "1"
-    assert environment["FLYWHEEL_ADDRESS"] == "http://127.0.0.1:8123"
+    assert settings_in(environment)["max_body_bytes"] == 1500000
+    assert settings_in(environment)["open_metrics"]
+    assert settings_in(environment)["address"] == "http://127.0.0.1:8123"
     encrypted = make(extra_args=["--ssl_certfile=/etc/cert.pem", "--ssl-keyfile", "/etc/key.pem"])
-    assert vllm_command.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
-    assert "FLYWHEEL_OPEN_METRICS" not in vllm_command.command(make())[1]
+    assert settings_in(vllm_command.command(encrypted)[1])["address"] == "https://127.0.0.1:8000"
+    assert not settings_in(vllm_command.command(make())[1])["open_metrics"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "inference.local"])
@@ -266,12 +267,12 @@ def test_the_call_log_is_announced_with_its_place(
         vllm_command.serve(make(port=free_port, call_log={"keep_days": 3}))
     path = tmp_path / "state" / "serving" / f"calls-{free_port}.db"
     assert f"requests to agent and their responses are recorded in {path}: for 3 days, up to 5 GB" in caplog.text
-    assert json.loads(started[-1]["FLYWHEEL_CALL_LOG"]) == {"path": str(path), "keep_days": 3, "max_bytes": 5 * 10**9}
+    assert settings_in(started[-1])["call_log"] == {"path": str(path), "keep_days": 3, "max_bytes": 5 * 10**9}
     caplog.clear()
     with caplog.at_level("INFO", logger="flywheel"):
         vllm_command.serve(make(port=free_port, call_log=False))
     assert "recorded" not in caplog.text
-    assert "FLYWHEEL_CALL_LOG" not in started[-1]
+    assert settings_in(started[-1])["call_log"] is None
 
 
 @pytest.mark.training
@@ -281,11 +282,11 @@ def test_the_server_knows_of_whom_nothing_is_recorded(
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
     vllm_command.serve(make(port=free_port))
-    assert "FLYWHEEL_NOT_RECORDED" not in started[-1]
+    assert settings_in(started[-1])["not_recorded"] == {"users": [], "conversations": []}
     names = ExcludeSettings(users=["ana"], conversations=["c-1"], agents=["A"])
     privacy = {"privacy": PrivacySettings(exclude=names)}
     vllm_command.serve(make(port=free_port).model_copy(update=privacy))
-    assert json.loads(started[-1]["FLYWHEEL_NOT_RECORDED"]) == {"users": ["ana"], "conversations": ["c-1"]}
+    assert settings_in(started[-1])["not_recorded"] == {"users": ["ana"], "conversations": ["c-1"]}
 
 
 def save(config: Config, entries: Any) -> None:
@@ -302,8 +303,8 @@ def test_no_more_is_loaded_again_than_there_are_slots_for(
     path = str(put_adapter_files(tmp_path / "r0007"))
     save(config, {alias: {"target": f"{alias}@r0007", "path": path} for alias in ("former", "older", "agent")})
     _, environment = vllm_command.command(config)
-    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007", "former@r0007"]
-    assert environment["FLYWHEEL_MAX_ADAPTERS"] == "2"
+    assert settings_in(environment)["loaded"] == ["agent@r0007", "former@r0007"]
+    assert settings_in(environment)["max_adapters"] == 2
     assert environment["FLYWHEEL_CPU_LORA"] == "1"
     assert "older@r0007 cannot be served again: all 2 slots for adapters are taken" in caplog.text
 
@@ -314,7 +315,7 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     save(config, {"agent": {"target": "agent@r0007", "path": path}, "spare": {"target": "tiny", "path": None}})
     arguments, environment = vllm_command.command(config)
     assert json.loads(after(arguments, "--lora-modules")) == {"name": "agent@r0007", "path": path}
-    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
+    assert settings_in(environment)["loaded"] == ["agent@r0007"]
 
 
 def test_both_versions_of_a_split_are_loaded_again_or_the_one_that_is_whole(
@@ -327,7 +328,7 @@ def test_both_versions_of_a_split_are_loaded_again_or_the_one_that_is_whole(
 
     def loaded() -> tuple[Any, Any]:
         _, environment = vllm_command.command(config)
-        return tuple(json.loads(environment[f"FLYWHEEL_{name}"]) for name in ("LOADED_ADAPTERS", "WAITING_ALIASES"))
+        return tuple(settings_in(environment)[name] for name in ("loaded", "waiting"))
 
     assert loaded() == (["agent@r0008", "agent@r0007"], {})
     assert caplog.text == ""
@@ -352,7 +353,7 @@ def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], 
     arguments, environment = vllm_command.command(config)
     assert environment["FLYWHEEL_ALIAS"].splitlines() == ["plan", "doer"]
     assert after(arguments, "--max-loras") == str(2 * config.serving.max_loras + 1)
-    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["plan@r0007", "doer@r0008"]
+    assert settings_in(environment)["loaded"] == ["plan@r0007", "doer@r0008"]
     loaded = arguments[arguments.index("--lora-modules") + 1 :][:2]
     assert [json.loads(each)["path"] for each in loaded] == list(paths.values())
 
@@ -385,12 +386,12 @@ def test_a_damaged_adapter_is_left_out_loudly(
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
     arguments, environment = vllm_command.command(config)
     assert "--lora-modules" not in arguments
-    assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
-    (told,) = json.loads(environment["FLYWHEEL_WAITING_ALIASES"]).items()
-    assert told[0] == "agent"
-    assert "agent@r0007 cannot be served again" in told[1]
-    assert why in told[1]
-    assert f"agent is not answered until the daemon or `flywheel deploy` sets its target: {told[1]}" in caplog.text
+    assert settings_in(environment)["loaded"] == []
+    (waits,) = settings_in(environment)["waiting"].items()
+    assert waits[0] == "agent"
+    assert "agent@r0007 cannot be served again" in waits[1]
+    assert why in waits[1]
+    assert f"agent is not answered until the daemon or `flywheel deploy` sets its target: {waits[1]}" in caplog.text
 
 
 def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
@@ -419,13 +420,13 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
     arguments, environment = vllm_command.command(config)
     assert "--lora-modules" not in arguments
-    assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
+    assert settings_in(environment)["loaded"] == []
     assert f"the files in {folder} are not those that were evaluated" in caplog.text
     assert "agent is not answered" in caplog.text
 
 
 def waiting(config: Config, **versions: str) -> Any:
-    return json.loads(vllm_command.command(config, versions)[1]["FLYWHEEL_WAITING_ALIASES"])
+    return settings_in(vllm_command.command(config, versions)[1])["waiting"]
 
 
 def test_without_a_record_of_a_deployment_the_base_model_answers_or_waits(make: Callable[..., Config]) -> None:
