@@ -39,6 +39,7 @@ class Layer(NamedTuple):
 def why_misfit(base: str, folder: Path, *, must_be_finite: bool = False) -> str:
     """Why the matrices of the adapter in a folder do not fit the layers of a base model; empty if they do. Raises
     UnknownLayersError."""
+    _layers(base)  # first: without them nothing is compared
     try:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
         rank, patterns = most_rank(config), config.get("rank_pattern")

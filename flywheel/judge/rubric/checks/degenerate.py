@@ -37,7 +37,7 @@ _TOKEN: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"\d+")
 _SENTENCE_END: Final = re.compile(r"[^\W\d_] ?[.!?。！？]")
-_DATA: Final = re.compile(r"\s*(?:\{|\[\s*[\[{\"])")
+_DATA: Final = re.compile(r"\A\s*+(?:\{|\[\s*+[\[{\"])")
 _TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
 
 
