@@ -16,8 +16,8 @@ MAX_KNOWN: Final = 256
 MAX_PROBLEM: Final = 300
 """Characters of a problem."""
 
-_costly: Final[set[str]] = set()
-"""Hashes of the schemas that exceeded the limits."""
+_costly: Final[dict[str, str]] = {}
+"""The schemas that exceeded the limits, by their hashes, with the error."""
 _known: Final[dict[str, Any]] = {}
 """In a child: validators by the hashes of their schemas."""
 
@@ -41,12 +41,13 @@ def problems(schema: Any, values: list[Any], *, remember: bool = True) -> list[s
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
     asked = {"hash": digest, "values": values}
+    if remember and digest in _costly:
+        raise CostlySchemaError(_costly[digest])
     try:
-        if remember and digest in _costly:
-            raise CostlyCallError("exceeded the limits before")
         answer = call_limited(answered, asked) or call_limited(answered, {**asked, "schema": schema})
     except CostlyCallError as error:
-        _costly.update([digest] if remember else [])
+        if remember:
+            _costly[digest] = str(error)
         raise CostlySchemaError(str(error)) from None
     if "error" in answer:
         raise SchemaError(answer["error"])
