@@ -343,15 +343,15 @@ def test_a_judge_that_is_killed_ends_it_with_69_and_the_reports_have_every_row(b
         assert judge.stdout is not None
         bench.settings |= {"max_thread": 1, "base_url": judge.stdout.readline().strip()}
         ran = bench(
-            "filter", "--dry-run", "--tasks", tasks(bench, *[GOOD] * 6), "--fail-under", "0.5",
+            "filter", "--dry-run", "--tasks", tasks(bench, *[GOOD] * 12), "--fail-under", "0.5",
             "--junit", "report.xml", "--summary", "summary.md",
         )  # fmt: skip
     assert judge.returncode == -9
     assert ran.code == EXIT_UNAVAILABLE, ran.err
     [suite] = JUnitXml.fromfile("report.xml")
-    assert [case.name for case in suite] == [f"t{n}" for n in range(6)]
-    assert [bool(case.result) for case in suite] == [False] * 3 + [True] * 3
-    assert (suite.tests, suite.errors) == (6, 3)
+    assert [case.name for case in suite] == [f"t{n}" for n in range(12)]
+    assert [bool(case.result) for case in suite] == [False] * 3 + [True] * 9
+    assert (suite.tests, suite.errors) == (12, 9)
     assert "not finished" in Path("summary.md").read_text()
 
 
