@@ -22,7 +22,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
-from flywheel.system import json_schema
+from flywheel.system import limited_call
 from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.judging import RUBRIC, config, states, tell
 from tests.factories.trace import put_replies, reply
@@ -250,7 +250,7 @@ CHECKED: dict[str, Any] = {
 async def test_too_many_open_files_make_no_dead_letters(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, (soft, hard), one = json_schema._start, resource.getrlimit(resource.RLIMIT_NOFILE), threading.Lock()
+    start, (soft, hard), one = limited_call._start, resource.getrlimit(resource.RLIMIT_NOFILE), threading.Lock()
 
     def start_without_files() -> Any:
         with one:
@@ -264,7 +264,7 @@ async def test_too_many_open_files_make_no_dead_letters(
     with JudgeServer() as judge:
         judging = TaskJudging(store, config(tmp_path, judge, CHECKED))
         with monkeypatch.context() as during:
-            during.setattr(json_schema, "_start", start_without_files)
+            during.setattr(limited_call, "_start", start_without_files)
             report = await judging.run()
         assert report.error is not None and report.error.retryable
         assert "too many open files" in str(report.error) and "LimitNOFILE" in str(report.error)
