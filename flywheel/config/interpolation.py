@@ -25,8 +25,10 @@ MAX_CHAIN: Final = 8
 """How many interpolations may follow from each other, and how deep one may have others inside it."""
 MAX_CHARACTERS: Final = 10_000
 """Of an interpolation, and of what it becomes."""
-WAITING: Final = "${oc.env:an interpolation that waits}"
-"""Stands for an interpolation until it is resolved; what needs it fails by the name of this variable."""
+UNRESOLVED: Final = "an interpolation that waits"
+"""The name of a variable that is never set: what needs an interpolation that is not resolved yet fails by it."""
+WAITING: Final = f"${{oc.env:{UNRESOLVED}}}"
+"""Stands for an interpolation until it is resolved."""
 MARK: Final = "\0free text "
 """Begins what stands for such a text; no YAML text has this character."""
 
@@ -78,7 +80,7 @@ def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> 
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError) as error:
                 why = str(getattr(error, "msg", None) or error).splitlines()[0]
-                if WAITING[9:-1] not in why:
+                if UNRESOLVED not in why:
                     raise _error(document, place, attempted, f"it cannot be resolved: {why}") from None
                 waiting.append(place)
                 above[key] = WAITING

@@ -40,7 +40,7 @@ from flywheel.judge.chat_completions import (
 )
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
-from flywheel.secrets import keys_in
+from flywheel.secrets import is_sendable, keys_in
 from flywheel.system.heartbeat import beat
 from flywheel.system.http_client import (
     NEVER,
@@ -197,7 +197,7 @@ UNSUPPORTED: Final = BAD_REQUEST | {404, 405, 415}
 """Status codes that concern the response format if the message names it."""
 UNDECIDED: Final = frozenset({0, 408, 429, 503})
 """Status codes that say nothing about what was sent; 0 is that of a timeout."""
-SHORT: Final[list[ChatMessage]] = [{"role": "user", "content": "Is 2 plus 2 equal to 4? Reply in JSON."}]
+SHORT_QUESTION: Final[list[ChatMessage]] = [{"role": "user", "content": "Is 2 plus 2 equal to 4? Reply in JSON."}]
 """What is asked to find out whether a part of a request is supported."""
 KEY_REJECTED: Final = frozenset({401, 402, 403})
 HINTS: Final = {
@@ -396,7 +396,7 @@ class JudgeClient:
         be answered.
         """
         name, without = str(endpoint.config), None
-        short = {"messages": SHORT, **{key: value for key, value in sent.items() if key.startswith("max_")}}
+        short = {"messages": SHORT_QUESTION, **{key: value for key, value in sent.items() if key.startswith("max_")}}
         with self.capabilities.testing:
             for part in suspects:
                 if self.capabilities.supports(name, part) is None:
@@ -581,7 +581,7 @@ class JudgeEndpoint:
                 keys = keys_in(os.environ.get(variable, ""))
                 if not keys and url != OPENAI_URL:
                     keys = ["none"]  # most self-hosted servers need no key; one that does will say so
-                if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+                if not keys or not all(map(is_sendable, keys)):
                     problem = "contains characters that no key has" if keys else "is not set"
                     raise self._error(
                         f"the environment variable {variable} with its key {problem}",

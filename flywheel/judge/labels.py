@@ -15,7 +15,7 @@ import orjson
 from flywheel.errors import ConfigError
 from flywheel.records.states import Label
 from flywheel.records.verdict import Exchange
-from flywheel.system.files import MAX_GIVEN_LINES, json_problem, read_given
+from flywheel.system.files import MAX_GIVEN_DATA_BYTES, json_problem, read_given
 
 VERDICTS: Final[Mapping[str, bool]] = {
     "accept": True, "accepted": True, "good": True, "pass": True, "yes": True, "true": True, "1": True,
@@ -70,7 +70,7 @@ class _LineError(ValueError):
 
 def text_of(path: Path) -> str:
     """The text of a file in UTF-8, UTF-16 or UTF-32, as its first bytes say, without its byte order mark."""
-    data = read_given(path, MAX_GIVEN_LINES)
+    data = read_given(path, MAX_GIVEN_DATA_BYTES)
     return data.decode(json.detect_encoding(data), "replace").removeprefix("\ufeff")
 
 

@@ -185,7 +185,7 @@ class _Pool(Generic[K, E, P]):
         if self.stop.is_set() or self.closed.is_set():
             return None
         verdict = self._guard(self.grader.finish, begun, self.stop)
-        self.budget.book(verdict.prompt_tokens + verdict.completion_tokens)
+        self.budget.book(verdict.tokens)
         return key, verdict
 
     def _guard(self, step: Callable[..., R | Verdict], *arguments: Any) -> R | Verdict:

@@ -121,6 +121,11 @@ class Verdict:
     defect: bool = False
 
     @property
+    def tokens(self) -> int:
+        """All that were billed, sent and received."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
     def is_failed_attempt(self) -> bool:
         """Undecided although the judge was asked and reached: to ask again costs as much, and may end alike."""
         return self.outcome is Outcome.UNDECIDED and bool(self.judgements) and not self.unreachable

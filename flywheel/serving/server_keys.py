@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from flywheel.config import Config, ServingSettings
 from flywheel.errors import Condition, ServeError
-from flywheel.secrets import register_secret
+from flywheel.secrets import is_sendable, register_secret
 from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE
 from flywheel.system.files import sync
 from flywheel.system.server_limits import is_loopback
@@ -85,7 +85,7 @@ def _of_environment(name: str, setting: str, attempted: str) -> str:
 def _sendable(key: str, place: str, attempted: str) -> str:
     register_secret(key)
     # Checked here because the HTTP library's error would contain the header.
-    if key != key.strip() or not (key.isascii() and key.isprintable()):
+    if key != key.strip() or not is_sendable(key):
         raise ServeError(
             attempted,
             f"the key in {place} cannot be sent: "

@@ -22,7 +22,7 @@ NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
 MAX_GIVEN_BYTES: Final = 4 << 20
 """Maximum size of a configuration, a rubric and the like, which people copy from others."""
-MAX_GIVEN_LINES: Final = 1 << 30
+MAX_GIVEN_DATA_BYTES: Final = 1 << 30
 """Maximum size of a file of labels or annotations."""
 PIPE_SECONDS: Final = 10.0
 """Within this time, whoever writes a pipe must have written all of it."""

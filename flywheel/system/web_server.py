@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.errors import ConfigError, ReceiverError
+from flywheel.secrets import is_sendable
 from flywheel.system.log import is_no_repetition
 from flywheel.system.server_limits import App, RefusedError, Scope, ServerLimits, header
 
@@ -36,7 +37,7 @@ def bearer_token(attempted: str, variable: str | None, setting: str | None, shor
         return None
     token = os.environ.get(variable, "")
     named = f"the variable {variable}, which {setting} names," if setting else f"the variable {variable}"
-    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+    if not token or token != token.strip() or not is_sendable(token):
         why = f"{named} {'holds no token' if token else 'is not set'}"
         raise ConfigError(attempted, why, "Put a long random text of printable ASCII characters into it.")
     if len(token) < shortest:

@@ -150,8 +150,8 @@ async def _judged(config: Config, recording: Recording) -> DemoResult:
             raise interruption.error("judge the replies of the demo", "Start it again.")
         if report.error is not None:
             raise report.error
-        recorded_round.write_files(recording, config)
         row = await store.write(recorded_round.store, recording.round, config)
+        recorded_round.write_files(recording, Path(row.dir))
         by_adapter, _ = await store.read(acceptance.by_adapter, config.models_of(None))
         return DemoResult(row, source.counts.replies, tasks, by_adapter)
 

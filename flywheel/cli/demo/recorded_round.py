@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import IO, Any, Final
 
 from sqlalchemy import Connection, Row, select
@@ -134,9 +135,8 @@ def store(conn: Connection, recorded: RecordedRound, config: Config) -> Row[Any]
     return stored
 
 
-def write_files(recording: Recording, config: Config) -> None:
-    """Write the files of the round that its pages read."""
-    directory = config.state_dir / "rounds" / recording.round.result.round_id
+def write_files(recording: Recording, directory: Path) -> None:
+    """Write the files of the round that its pages read into its directory."""
     make_private(directory)
     for name in FILES:
         write_atomic(directory / name, recording.files[name], mode=PRIVATE)

@@ -19,11 +19,18 @@ from flywheel.daemon.rounds.suites import suites_of
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge.answer import UnreadableError, object_in
 from flywheel.judge.chat_completions import AUTOMATIC, JudgeReply, ResponseFormat, strict_format
-from flywheel.judge.client import KEY_REJECTED, EndpointConfig, JudgeClient, JudgeEndpoint, endpoints_of, settings_for
+from flywheel.judge.client import (
+    KEY_REJECTED,
+    SHORT_QUESTION,
+    EndpointConfig,
+    JudgeClient,
+    JudgeEndpoint,
+    endpoints_of,
+    settings_for,
+)
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
-from flywheel.records.trace import ChatMessage
 from flywheel.system.http_client import HttpAnswer
 from flywheel.system.terminal import quantity
 
@@ -32,7 +39,6 @@ TIMEOUT_SECONDS: Final = 10.0
 LISTED: Final = 6
 """Models that are named when the configured one is not among them."""
 _ASK: Final = "`flywheel doctor --ask-judge` asks it a question."
-_QUESTION: Final = "Is 2 plus 2 equal to 4? Reply in JSON."
 _ANSWER_TOKENS: Final = 1024
 """Room for the thoughts of a reasoning model."""
 _OPINIONS: Final = ("agree", "disagree")
@@ -176,9 +182,8 @@ def _answer(who: EndpointConfig, settings: JudgeSettings, form: ResponseFormat) 
     alone = {name: getattr(who, name) for name in ("model", "base_url", "api_key_env")}
     once = {"backup": None, "max_attempts": 1, "response_format": form.value}
     client = JudgeClient(settings.model_copy(update=alone | once))
-    question: list[ChatMessage] = [{"role": "user", "content": _QUESTION}]
     try:
-        reply = client.ask(question, response_format=_ANSWER, temperature=0.0, max_tokens=_ANSWER_TOKENS)
+        reply = client.ask(SHORT_QUESTION, response_format=_ANSWER, temperature=0.0, max_tokens=_ANSWER_TOKENS)
     finally:
         client.close()
     if not reply.calls:

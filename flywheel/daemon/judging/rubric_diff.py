@@ -189,7 +189,7 @@ class RubricDiff:
                 return Verdict(Outcome.UNDECIDED, None, error="the comparison was stopped")
             budget.check()
             verdict = grader.finish(begun, self._stop)
-            budget.book(verdict.prompt_tokens + verdict.completion_tokens)
+            budget.book(verdict.tokens)
             asked.append(verdict)
             return verdict
 

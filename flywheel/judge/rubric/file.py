@@ -33,7 +33,7 @@ from flywheel.judge.rubric.rubric import (
 )
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
-from flywheel.system.files import MAX_GIVEN_LINES, expanded, read_given
+from flywheel.system.files import MAX_GIVEN_DATA_BYTES, expanded, read_given
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
@@ -217,7 +217,9 @@ def _read_files(
             used = {listed: folder / expanded(Path(listed)) for listed in criterion.files or ()}
             if criterion.type == "python":
                 used |= imported_modules(path, folder)
-            uses[name] |= {each: hashlib.sha256(read_given(used[each], MAX_GIVEN_LINES)).hexdigest() for each in used}
+            uses[name] |= {
+                each: hashlib.sha256(read_given(used[each], MAX_GIVEN_DATA_BYTES)).hexdigest() for each in used
+            }
             files[name] = UsedFile(path=str(path.absolute()), text=text, uses=tuple(sorted(uses[name].items())))
             if criterion.type == "python":
                 load(files[name], str(criterion.value).rpartition(":")[2])
