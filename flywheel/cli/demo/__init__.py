@@ -97,8 +97,8 @@ def _laid_out(folder: Path, judge: str, recording: Recording) -> Config:
             database.executescript(recording.files[REPLIES_FILE].decode())
         shutil.copy(shipped_folder() / "rubrics" / "math-boxed.yaml", folder)
         (folder / "flywheel.yaml").write_text(CONFIG.format(judge=judge, base=recording.round.base_model))
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, sqlite3.Error) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise ExportError(f"lay out the demo in {folder}", why, "Name a directory that you can write to.") from error
     return load(folder / "flywheel.yaml")
 
