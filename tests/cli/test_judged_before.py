@@ -20,7 +20,7 @@ STATE = BEFORE["state"]
 
 
 def judged_before(bench: Bench) -> sa.Engine:
-    """Its tasks, verdicts and calibrations, and the rubric that made them. The judge of its verdicts has no server."""
+    """Its tasks, verdicts and calibrations, and the rubric that made them. Its judge has no server."""
     bench.settings |= BEFORE["judge"]
     bench.lines(*STATE["answers"])
     rubric(bench)

@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric import KINDS, Criterion, Rubric, text
+from flywheel.judge.rubric import CRITERION, KINDS, Rubric, text
 from flywheel.judge.rubric.checks import (
-    CHECKS,
     MAX_CHARACTERS,
-    WHOLE_TEXT,
     ask_the_judge,
     check,
     check_all,
@@ -30,7 +28,7 @@ from tests.cases import for_each
 
 
 def result(exchange: Exchange, kind: str, value: Any = "", **options: Any) -> CriterionResult:
-    return check(Criterion.model_validate({"id": "c", "type": kind, "value": value, **options}), exchange)
+    return check(CRITERION.validate_python({"id": "c", "type": kind, "value": value, **options}), exchange)
 
 
 def passes(answer: str, kind: str, value: Any = "", **options: Any) -> bool:
@@ -346,15 +344,16 @@ def test_checks_look_at_both_ends_of_a_long_text_and_lengths_count_all_of_it() -
     )
 
 
-@pytest.mark.parametrize("kind", sorted(CHECKS.keys() - WHOLE_TEXT))
+CHECKS = [name for name, model in KINDS.items() if not (model.asks_the_judge or model.reads_whole_texts)]
+
+
+@pytest.mark.parametrize("kind", CHECKS)
 def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr(
-        "flywheel.judge.rubric.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or (1.0, "")}
-    )
-    value = "1" if KINDS[kind].needs_value else ""
-    options = {"weight": -1} if KINDS[kind].finds_fault is True else {}
-    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, value, **options)
+    given: list[Exchange] = []
+    monkeypatch.setattr(KINDS[kind], "decide", lambda _, exchange, __: given.append(exchange) or (1.0, ""))
+    value = {"value": "1"} if KINDS[kind].model_fields["value"].is_required() else {}
+    weight = -1 if kind in ("redundant-call", "timeout") else 1
+    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, **value, weight=weight)
     assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [
         (MAX_CHARACTERS + 1, MAX_CHARACTERS + 1)
     ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.records.verdict import Exchange
@@ -34,7 +34,7 @@ YES = {"id": "a", "value": "It is so."}
         ({"id": "r", "criteria": [{"id": "a", "type": "rgx", "value": "x"}]}, r"criteria\.0\.type"),
         ({"id": "r", "criteria": [{**YES, "weight": -1}]}, "no criterion has a positive weight"),
         ({"id": "r"}, "no criterion has a positive weight"),
-        ({"id": "r", "criteria": [{"id": "a"}]}, "must be a text"),
+        ({"id": "r", "criteria": [{"id": "a"}]}, r"`criteria\.0\.value`: it is required"),
         ({"id": "r", "criteria": [{"id": "a", "type": "min-length", "value": "long"}]}, "number of characters"),
         ({"id": "r", "criteria": [{**YES, "choices": ["one"]}]}, "at least two"),
         ({"id": "r", "criteria": [{**YES, "choices": {"bad": 0, "good": 2}}]}, "in 0…1"),
@@ -101,7 +101,7 @@ def test_an_unquoted_yes_or_no_stays_a_word(tmp_path: Path, choices: str) -> Non
 )
 def test_a_check_costs_no_call(kind: str, value: str | int, answer: str, passed: bool) -> None:
     steps = ({"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},)
-    criterion = Criterion.model_validate({"id": "a", "type": kind, "value": value})
+    criterion = CRITERION.validate_python({"id": "a", "type": kind, "value": value})
     assert check(criterion, Exchange("q", answer, trajectory=steps)).passed is passed
 
 
