@@ -52,7 +52,7 @@ examples:
         "7:13": "unknown key `criteria.1.wieght` (did you mean `weight`?)",
         "7:60": "required but has weight 0",
         "8:10": "criteria have the same id: b, the first time at 7:10",
-        "8:38": "must be a number of characters",
+        "8:38": "it must be a whole number",
         "9:19": "there is no type `regx` (did you mean `regex`?)",
         "12:5": "key `value` is written twice: the first time at 11:5",
         "13:42": "tool-called has no match",

@@ -18,7 +18,7 @@ from flywheel.daemon.judging.judge_setup import exchange_of
 from flywheel.daemon.judging.judging_report import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.filters.pii import Redactor
-from flywheel.judge.grader import CallEstimate, Grader, PendingJudgeCall
+from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.rubric import Criterion, Rubric
 from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Exchange, Outcome, Verdict
@@ -183,7 +183,7 @@ class RubricDiff:
             if task.stored is not None:
                 return task.stored
             begun = grader.begin(pair.exchange, earlier)
-            if not isinstance(begun, PendingJudgeCall):
+            if isinstance(begun, Verdict):
                 return begun
             if self._stop.is_set():
                 return Verdict(Outcome.UNDECIDED, None, error="the comparison was stopped")

@@ -219,54 +219,42 @@ class Criterion(Part):
         raise NotImplementedError(f"the judge decides {self.id}")
 
 
+def _spread(choices: Any) -> Any:
+    """A list of choices with values at equal distances. Keys are texts: YAML reads an unquoted yes as true."""
+    if not isinstance(choices, dict | list):
+        return choices
+    names = [YES_NO[name] if isinstance(name, bool) else str(name) for name in choices]
+    if any(name != name.strip() or not name for name in names):
+        raise ValueError("choices must not be empty, nor begin or end with white space")
+    if (names or isinstance(choices, list)) and len({name.casefold() for name in names}) < max(2, len(names)):
+        raise ValueError("there must be at least two choices, which differ not only in upper and lower case")
+    if isinstance(choices, dict):
+        return dict(zip(names, choices.values(), strict=True))
+    return {name: index / (len(names) - 1) for index, name in enumerate(names)}
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Choice = str | bool | float
+
+
 class LlmRubric(Criterion):
     """The judge decides whether the statement is true."""
 
     type: Literal["llm-rubric"] = "llm-rubric"
     value: Text
     choices: Annotated[
-        dict[str, float],
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {
-                        "type": "array",
-                        "items": {"type": ["string", "boolean", "number"]},
-                        "minItems": 2,
-                        "uniqueItems": True,
-                    },
-                    {
-                        "type": "object",
-                        "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
-                        "minProperties": 2,
-                    },
-                ]
-            }
+        dict[str, Share],
+        BeforeValidator(
+            _spread,
+            Annotated[list[Choice], Field(min_length=2)] | Annotated[dict[str, Share], Field(min_length=2)],
         ),
     ] = {}
 
     asks_the_judge: ClassVar = True
 
-    @field_validator("choices", mode="before")
-    @classmethod
-    def _spread(cls, choices: Any) -> Any:
-        """A list of choices with values at equal distances. Keys are texts: YAML reads an unquoted yes as true."""
-        if not isinstance(choices, dict | list):
-            return choices
-        names = [YES_NO[name] if isinstance(name, bool) else str(name) for name in choices]
-        if any(name != name.strip() or not name for name in names):
-            raise ValueError("choices must not be empty, nor begin or end with white space")
-        if (names or isinstance(choices, list)) and len({name.casefold() for name in names}) < max(2, len(names)):
-            raise ValueError("there must be at least two choices, which differ not only in upper and lower case")
-        if isinstance(choices, dict):
-            return dict(zip(names, choices.values(), strict=True))
-        return {name: index / (len(names) - 1) for index, name in enumerate(names)}
-
     @field_validator("choices")
     @classmethod
     def _can_be_met(cls, choices: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        if any(not 0 <= value <= 1 for value in choices.values()):
-            raise invalid("values of choices must be in 0…1")
         if choices and info.data.get("required") and max(choices.values()) < 0.5:
             raise invalid("it is required, but its best choice is below 0.5: no reply could pass")
         return choices

@@ -14,22 +14,17 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flywheel.judge.rubric.checks.call_format import CallFormat
-from flywheel.judge.rubric.checks.degenerate import Degenerate
-from flywheel.judge.rubric.checks.ground_truth import ExpectedTools, OptimalSteps
-from flywheel.judge.rubric.checks.json_schema import JsonSchema
-from flywheel.judge.rubric.checks.language import Language
-from flywheel.judge.rubric.checks.math_equal import MathEqual
-from flywheel.judge.rubric.checks.python_check import Python
-from flywheel.judge.rubric.checks.texts import Contains, MaxLength, MinLength, NotRegex, Regex
-from flywheel.judge.rubric.checks.tool_calls import (
-    NoErrorSpan,
-    RedundantCall,
-    StepEfficiency,
-    Timeout,
-    ToolCalled,
-    ToolSequence,
+from flywheel.judge.rubric.checks import (
+    call_format,
+    degenerate,
+    json_schema,
+    language,
+    math_equal,
+    python_check,
+    texts,
+    tool_calls,
 )
+from flywheel.judge.rubric.checks import ground_truth as truth
 from flywheel.judge.rubric.criterion import Criterion, Example, LlmRubric, Part, UsedFile, invalid, reject_bool
 
 MODEL_TYPE: Final = "llm-rubric"
@@ -47,27 +42,12 @@ def _with_type(criterion: Any) -> Any:
 
 
 _Union = (
-    LlmRubric
-    | Regex
-    | NotRegex
-    | Contains
-    | MinLength
-    | MaxLength
-    | Language
-    | JsonSchema
-    | MathEqual
-    | ToolCalled
-    | ToolSequence
-    | ExpectedTools
-    | OptimalSteps
-    | NoErrorSpan
-    | RedundantCall
-    | StepEfficiency
-    | CallFormat
-    | Timeout
-    | Degenerate
-    | Python
-)
+    LlmRubric | texts.Regex | texts.NotRegex | texts.Contains | texts.MinLength | texts.MaxLength | language.Language
+    | json_schema.JsonSchema | math_equal.MathEqual | tool_calls.ToolCalled | tool_calls.ToolSequence
+    | truth.ExpectedTools | truth.OptimalSteps | tool_calls.NoErrorSpan | tool_calls.RedundantCall
+    | tool_calls.StepEfficiency | call_format.CallFormat | tool_calls.Timeout | degenerate.Degenerate
+    | python_check.Python
+)  # fmt: skip
 AnyCriterion = Annotated[_Union, Field(discriminator="type"), BeforeValidator(_with_type)]
 KINDS: Final[Mapping[str, type[Criterion]]] = MappingProxyType(
     {str(model.model_fields["type"].default): model for model in get_args(_Union)}

@@ -63,11 +63,3 @@ def fails_required(rubric: Rubric, results: Iterable[CriterionResult]) -> bool:
     """Whether a required criterion failed."""
     failed = {result.criterion for result in results if not result.passed}
     return bool(failed) and any(criterion.required and criterion.id in failed for criterion in rubric.every)
-
-
-def ask_the_judge(rubric: Rubric, exchange: Exchange) -> bool:
-    """Whether the judge must be asked: it has criteria, and no required check failed and none raised."""
-    try:
-        return bool(rubric.asked) and not fails_required(rubric, check_all(rubric, exchange))
-    except CheckError:
-        return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import regex
-from pydantic import WithJsonSchema
+from pydantic import Field
 
-from flywheel.judge.rubric.criterion import Criterion, Pattern, Text, UsedFile, checked
+from flywheel.judge.rubric.criterion import Criterion, Pattern, Text, UsedFile
 from flywheel.judge.rubric.text import normal_forms, search, trimmed, visible
 from flywheel.records.verdict import Exchange
 
@@ -51,19 +51,11 @@ class Contains(Criterion):
         return found, f"the text is {'found' if found else 'not found'}"
 
 
-def _check_count(value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("it must be a number of characters")
-
-
-Count = Annotated[int, checked(_check_count), WithJsonSchema({"type": "integer", "minimum": 0})]
-
-
 class MinLength(Criterion):
     """The answer has at least so many characters."""
 
     type: Literal["min-length"] = "min-length"
-    value: Count
+    value: Annotated[int, Field(strict=True, ge=0)]
     reads_whole_texts: ClassVar = True
 
     def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
@@ -75,7 +67,7 @@ class MaxLength(Criterion):
     """The answer has at most so many characters."""
 
     type: Literal["max-length"] = "max-length"
-    value: Count
+    value: Annotated[int, Field(strict=True, ge=0)]
     reads_whole_texts: ClassVar = True
 
     def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
