@@ -104,7 +104,7 @@ def validate(document: YamlDocument, folder: Path) -> RubricFile:
         rubric = Rubric.model_validate(raw)
         criteria = tuple(enumerate(rubric.criteria))
     except ValidationError as error:
-        problems += [*_same_ids(raw, document), *_validation_problems(error, document)]
+        problems += [*_same_ids(raw, document), *_validation_problems(raw, error, document)]
         criteria = tuple(_valid_criteria(raw))
     files: dict[str, UsedFile] = {}
     if with_files := [(index, criterion) for index, criterion in criteria if criterion.file]:
@@ -136,9 +136,15 @@ def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
             yield Problem(*document.position(["criteria", index, "id"]), message)
 
 
-def _validation_problems(error: ValidationError, document: YamlDocument) -> Iterator[Problem]:
-    for details in error.errors(include_url=False)[:_MAX_REPORTED]:
-        item: dict[str, Any] = dict(details)
+def _validation_problems(raw: dict[str, Any], error: ValidationError, document: YamlDocument) -> Iterator[Problem]:
+    found = error.errors(include_url=False)
+    if all(item["type"] == "extra_forbidden" for item in found):
+        # They alone would hide what is wrong with the whole.
+        try:
+            Rubric.model_validate(raw, extra="ignore")
+        except ValidationError as whole:
+            found += whole.errors(include_url=False)
+    for item in map(dict[str, Any], found[:_MAX_REPORTED]):
         message, context = explain_one(item, Rubric), item.get("ctx", {})
         if SAME_ID in message:
             continue  # `_same_ids` finds them beside other problems as well

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flywheel.errors import ConfigError
 from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.file import load_rubric, parse_rubric, read_rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system import files
 
@@ -103,6 +103,18 @@ def test_a_check_costs_no_call(kind: str, value: str | int, answer: str, passed:
     steps = ({"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},)
     criterion = CRITERION.validate_python({"id": "a", "type": kind, "value": value})
     assert check(criterion, Exchange("q", answer, trajectory=steps)).passed is passed
+
+
+def test_a_file_is_validated_once_however_many_problems_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated = []
+    whole = Rubric.model_validate
+    monkeypatch.setattr(Rubric, "model_validate", lambda raw: validated.append(raw) or whole(raw))
+    wrong = [{"id": f"c{n}", "type": "regex", "value": "(", "weight": "much", "colour": n} for n in range(30)]
+    (tmp_path / "r.yaml").write_text(json.dumps({"id": "r", "criteria": [*wrong, YES], "judge": {"repeats": 0}}))
+    assert len(read_rubric(tmp_path / "r.yaml").problems) == 3 * len(wrong) + 1
+    assert len(validated) == 1
 
 
 def test_a_sum_that_reaches_the_threshold_but_for_the_last_bit_passes() -> None:

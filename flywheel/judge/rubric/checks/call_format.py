@@ -11,9 +11,10 @@ from pydantic.config import JsonDict
 
 from flywheel.errors import CostlyCheckError
 from flywheel.judge.rubric.checks.degenerate import written_call
-from flywheel.judge.rubric.checks.tool_calls import Steps, calls_of, definitions_of
+from flywheel.judge.rubric.checks.tool_calls import Steps, calls_of
 from flywheel.judge.rubric.criterion import UsedFile, checked, penalty, reward
 from flywheel.judge.rubric.text import split
+from flywheel.records.tool_calls import functions_by_name
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
@@ -50,7 +51,7 @@ class CallFormat(Steps):
     def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
         """Calls that a parser did not recognise are found as texts, in the steps and in the answer."""
         calls = calls_of(exchange)
-        definitions = definitions_of(exchange)
+        definitions = functions_by_name(exchange.tools)
         found: list[str] = []
         arguments: defaultdict[str, list[Any]] = defaultdict(list)
         for call in calls:

@@ -86,7 +86,7 @@ class MathEqual(Criterion):
     reference: Annotated[
         str | None, Field(coerce_numbers_to_str=True), WithJsonSchema({"type": ["string", "number"]})
     ] = Field(default=None, exclude_if=lambda value: value is None)
-    """The right answer for `math-equal`; the same as its `value`. Default: the task's `metadata.reference`."""
+    """The right answer; the same as its `value`. Default: the task's `metadata.reference`."""
 
     @field_validator("reference")
     @classmethod

@@ -42,7 +42,7 @@ class Python(Criterion):
     type: Literal["python"] = "python"
     value: Annotated[str, checked(_check_function), WithJsonSchema(_FUNCTION)]
     files: list[str] | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Files that the function of `python` reads, relative to the rubric: another content makes another rubric."""
+    """Files that the function reads, relative to the rubric: another content makes another rubric."""
     reads_whole_texts: ClassVar = True
 
     @field_validator("files")

@@ -28,7 +28,7 @@ from flywheel.judge.rubric.criterion import (
     require_weight,
     tool_names,
 )
-from flywheel.records.tool_calls import Call, calls_in
+from flywheel.records.tool_calls import Call, calls_in, functions_by_name
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
 
@@ -53,8 +53,7 @@ def calls_of(exchange: Exchange) -> list[Call]:
 
 def called_tools(exchange: Exchange) -> list[str]:
     """Names of the tools that were called, in order."""
-    turns = (turn.get("tool_calls") for turn in exchange.trajectory)
-    return [str(get_path(call, "function", "name")) for calls in turns if isinstance(calls, list) for call in calls]
+    return [call.name for call in calls_of(exchange)]
 
 
 class Steps(Criterion):
@@ -134,12 +133,6 @@ def _errors(metadata: Any) -> list[Any]:
     return errors if isinstance(errors, list) else []
 
 
-def definitions_of(exchange: Exchange) -> dict[str, dict[str, Any]]:
-    """The functions that the agent was offered, by name."""
-    functions = (get_path(tool, "function") or tool for tool in exchange.tools)
-    return {str(each.get("name")): each for each in functions if isinstance(each, dict)}
-
-
 class RedundantCall(Steps):
     """A tool was called again with the same arguments and the same result; these tools may be."""
 
@@ -177,7 +170,7 @@ class StepEfficiency(Steps):
 def _redundant(calls: Sequence[Call], exchange: Exchange, may_repeat: Sequence[str]) -> Iterator[Call]:
     """Calls that repeat the last one of the same tool and arguments, and brought the same result. A failed one may be
     repeated once."""
-    defaults = {name: _defaults(function) for name, function in definitions_of(exchange).items()}
+    defaults = {name: _defaults(function) for name, function in functions_by_name(exchange.tools).items()}
     last: dict[tuple[str, str], tuple[str | None, int]] = {}
     for call in calls:
         if call.name in may_repeat:
@@ -193,7 +186,7 @@ def _redundant(calls: Sequence[Call], exchange: Exchange, may_repeat: Sequence[s
             yield call
 
 
-def _defaults(function: dict[str, Any]) -> dict[str, Any]:
+def _defaults(function: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of a tool's parameters: a call that leaves them out is the same as one that gives them."""
     properties = get_path(function, "parameters", "properties")
     return {
