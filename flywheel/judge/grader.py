@@ -34,6 +34,11 @@ REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""
 ANSWER_SHOWN: Final = 500
 """Characters of an unreadable reply that are kept."""
+FIRST, AGAIN = "first", "again"
+SAID: Final = 200
+"""Characters of an unreadable answer in an error."""
+NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
+"""What the judge says where it is not asked."""
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
 
 
@@ -63,10 +68,12 @@ class JudgeCall:
         error, answer, failure = "", "", None
         try:
             for group in self.groups(criteria):
-                found += self._ask(exchange, group, seed, replies, stop)
-        except UnreadableError as problem:
-            error = f"the judge's reply cannot be used: {problem}"
-            answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
+                said = self._ask(exchange, group, seed, replies, stop)
+                if isinstance(said, str):
+                    error = f"the judge's reply cannot be used: {said}"
+                    answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
+                    break
+                found += said
         except JudgeError as failed:
             error, failure = str(failed), failed
         called = Judgement(
@@ -100,9 +107,11 @@ class JudgeCall:
         seed: int | None,
         replies: list[tuple[JudgeReply, int]],
         stop: threading.Event,
-    ) -> tuple[CriterionResult, ...]:
-        """One call. A reply without a verdict is an attempt like one that failed; the next one tells the judge the
-        problem. A second one that was cut off is the last.
+    ) -> tuple[CriterionResult, ...] | str:
+        """One call: the results, or why its last reply has none.
+
+        A reply without a verdict is an attempt like one that failed; the next one tells the judge the problem. A
+        second one that was cut off is the last.
 
         `replies` gets every reply, with the estimated tokens of its prompt.
         """
@@ -125,34 +134,27 @@ class JudgeCall:
             )
             replies.append((reply, estimated_tokens))
             left -= reply.attempts
+            said = self._read(criteria, reply, nonce)
+            if not isinstance(said, str) or reply.is_final or left <= 0 or (cut_off and reply.cut_off):
+                return said
+            cut_off = cut_off or reply.cut_off
+            # What the judge says in place of an answer may quote the task.
+            problem = "" if reply.problem else said
+
+    def _read(
+        self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str
+    ) -> tuple[CriterionResult, ...] | str:
+        problem = reply.problem
+        if not problem:
+            # A cache or proxy can repeat the reply to another call.
+            others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
+            if others and not others.isdisjoint(self._nonces.copy()):
+                return f"it is the reply to another call (does {reply.judge} cache replies?)"
             try:
-                return self._read(criteria, reply, nonce)
+                return read(criteria, reply.text, nonce=nonce)
             except UnreadableError as error:
-                if reply.is_final or left <= 0 or (cut_off and reply.cut_off):
-                    raise
-                cut_off = cut_off or reply.cut_off
-                # What the judge says in place of an answer may quote the task.
-                problem = "" if reply.problem else str(error)
-
-    def _read(self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str) -> tuple[CriterionResult, ...]:
-        cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
-        if reply.problem:
-            raise UnreadableError(f"{reply.problem}{cut_off}")
-        # A cache or proxy can repeat the reply to another call.
-        others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
-        if others and not others.isdisjoint(self._nonces.copy()):
-            raise UnreadableError(f"it is the reply to another call (does {reply.judge} cache replies?)")
-        try:
-            return read(criteria, reply.text, nonce=nonce)
-        except UnreadableError as error:
-            raise UnreadableError(f"{error}{cut_off}") from error
-
-
-FIRST, AGAIN = "first", "again"
-SAID: Final = 200
-"""Characters of an unreadable answer in an error."""
-NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
-"""What the judge says where it is not asked."""
+                problem = str(error)
+        return f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,10 @@ class UsedFile(Part):
     uses: tuple[tuple[str, str], ...] = Field(default=(), exclude_if=lambda uses: not uses)
 
 
+Files = Mapping[str, UsedFile]
+"""The files that a rubric uses, as its criteria name them."""
+
+
 class Criterion(Part):
     """One statement about a reply, or one check of it."""
 
@@ -211,11 +215,8 @@ class Criterion(Part):
         """Whether the example has what the check needs."""
         return not self.asks_the_judge
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
-        """How far the criterion is met (0…1), and the reason. `files` are those that the rubric uses.
-
-        Raises CheckError if it cannot be decided.
-        """
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
+        """How far the criterion is met (0…1), and the reason. Raises CheckError if it cannot be decided."""
         raise NotImplementedError(f"the judge decides {self.id}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, ValidationInfo, WithJsonSchema, field_validator
@@ -12,7 +11,7 @@ from pydantic.config import JsonDict
 from flywheel.errors import CostlyCheckError
 from flywheel.judge.rubric.checks.degenerate import written_call
 from flywheel.judge.rubric.checks.tool_calls import Steps, calls_of
-from flywheel.judge.rubric.criterion import UsedFile, checked, penalty, reward
+from flywheel.judge.rubric.criterion import Files, checked, penalty, reward
 from flywheel.judge.rubric.text import split
 from flywheel.records.tool_calls import functions_by_name
 from flywheel.records.trace import get_path
@@ -48,7 +47,7 @@ class CallFormat(Steps):
     def _fits(cls, weight: float, info: ValidationInfo) -> float:
         return (penalty if info.data.get("value") == INVALID else reward)(weight, info)
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         """Calls that a parser did not recognise are found as texts, in the steps and in the answer."""
         calls = calls_of(exchange)
         definitions = functions_by_name(exchange.tools)

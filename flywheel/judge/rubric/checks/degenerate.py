@@ -7,10 +7,10 @@ Songs, tables, logs and code repeat themselves too. What counts as a loop is how
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
-from flywheel.judge.rubric.criterion import Criterion, Reward, UsedFile
+from flywheel.judge.rubric.criterion import Criterion, Files, Reward
 from flywheel.judge.rubric.text import split
 from flywheel.records.verdict import Exchange
 
@@ -56,7 +56,7 @@ class Degenerate(Criterion):
     type: Literal["degenerate"] = "degenerate"
     weight: Reward = 1.0
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         prose, code = split(exchange.answer)
         problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
         return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"

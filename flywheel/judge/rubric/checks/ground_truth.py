@@ -5,7 +5,6 @@ The verdict is not known yet, so `optimal-steps` cannot ask whether the rubric a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -13,7 +12,7 @@ from pydantic import Field
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.agent_metrics import own_calls, plan_success_rate, step_efficiency, tool_selection_accuracy
 from flywheel.judge.rubric.checks.tool_calls import Steps, calls_of, listed
-from flywheel.judge.rubric.criterion import Example, Reward, UsedFile
+from flywheel.judge.rubric.criterion import Example, Files, Reward
 from flywheel.records.ground_truth import KEY, GroundTruth, ground_truth_of
 from flywheel.records.verdict import Exchange
 
@@ -50,7 +49,7 @@ class ExpectedTools(AgainstTruth):
     error."""
     needed: ClassVar = "target_tools"
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         targets = self.truth(exchange).target_tools or ()
         calls = own_calls(calls_of(exchange), targets)
         names = [call.name for call in calls]
@@ -68,7 +67,7 @@ class OptimalSteps(AgainstTruth):
     type: Literal["optimal-steps"] = "optimal-steps"
     needed: ClassVar = "optimal_steps"
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         truth = self.truth(exchange)
         targets, optimal = truth.target_tools or (), truth.optimal_steps or 0
         calls = own_calls(calls_of(exchange), targets)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import WithJsonSchema
 
 from flywheel.errors import CheckError, CostlyCheckError
-from flywheel.judge.rubric.criterion import A_TEXT, Criterion, UsedFile, checked
+from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Files, checked
 from flywheel.records.tool_calls import parse_json
 from flywheel.records.verdict import Exchange
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
@@ -47,7 +46,7 @@ class JsonSchema(Criterion):
     def file(self) -> str:
         return self.value if isinstance(self.value, str) else ""
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         text = exchange.answer
         if len(text) > MAX_JSON_CHARACTERS:
             return (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import WithJsonSchema
 
-from flywheel.judge.rubric.criterion import A_TEXT, Criterion, UsedFile, checked
+from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Files, checked
 from flywheel.judge.rubric.text import words_only
 from flywheel.records.verdict import Exchange
 
@@ -89,7 +89,7 @@ class Language(Criterion):
     type: Literal["language"] = "language"
     value: Annotated[str, checked(_check_language, optional=True), WithJsonSchema(A_TEXT)] = ""
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         answer = words_only(exchange.answer)
         if _count_letters(answer) < MIN_LETTERS:
             return True, "the answer is too short to tell its language"

@@ -11,14 +11,13 @@ import logging
 import math
 import re
 import resource
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Example, UsedFile, checked, invalid
+from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Example, Files, checked, invalid
 from flywheel.judge.rubric.text import visible
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.trace import get_path
@@ -103,7 +102,7 @@ class MathEqual(Criterion):
     def is_decided(self, example: Example) -> bool:
         return bool(self.right_answer or example.reference or (example.ground_truth or {}).get("answer"))
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         wanted = self._reference(exchange)
         given = boxed(exchange.answer)
         if given is None:

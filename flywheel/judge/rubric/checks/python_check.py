@@ -17,7 +17,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks.tool_calls import calls_of
-from flywheel.judge.rubric.criterion import Criterion, UsedFile, checked, invalid
+from flywheel.judge.rubric.criterion import Criterion, Files, UsedFile, checked, invalid
 from flywheel.records.verdict import Exchange
 from flywheel.system.user_code import FunctionError, PythonProcess, function_of
 
@@ -60,7 +60,7 @@ class Python(Criterion):
     def function(self) -> str:
         return self.value.rpartition(":")[2]
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         attempted = f"decide criterion {self.id} by {self.value}"
         if self.file not in files:
             raise CheckError(attempted, "its file was not read", "Read the rubric from a file.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import regex
 from pydantic import Field
 
-from flywheel.judge.rubric.criterion import Criterion, Pattern, Text, UsedFile
+from flywheel.judge.rubric.criterion import Criterion, Files, Pattern, Text
 from flywheel.judge.rubric.text import normal_forms, search, trimmed, visible
 from flywheel.records.verdict import Exchange
 
@@ -19,7 +18,7 @@ class Regex(Criterion):
     type: Literal["regex"] = "regex"
     value: Pattern
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         return _found(self.value, exchange)
 
 
@@ -29,7 +28,7 @@ class NotRegex(Criterion):
     type: Literal["not-regex"] = "not-regex"
     value: Pattern
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         found, reason = _found(self.value, exchange)
         return not found, reason
 
@@ -45,7 +44,7 @@ class Contains(Criterion):
     type: Literal["contains"] = "contains"
     value: Text
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         wanted = tuple(normal_forms(self.value))
         found = any(form in text for text in normal_forms(exchange.answer) for form in wanted)
         return found, f"the text is {'found' if found else 'not found'}"
@@ -58,7 +57,7 @@ class MinLength(Criterion):
     value: Annotated[int, Field(strict=True, ge=0)]
     reads_whole_texts: ClassVar = True
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         length = len(visible(exchange.answer))
         return length >= self.value, f"{length} characters"
 
@@ -70,6 +69,6 @@ class MaxLength(Criterion):
     value: Annotated[int, Field(strict=True, ge=0)]
     reads_whole_texts: ClassVar = True
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         length = len(trimmed(exchange.answer))
         return length <= self.value, f"{length} characters"

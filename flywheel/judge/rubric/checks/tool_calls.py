@@ -18,11 +18,11 @@ from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_va
 from flywheel.judge.rubric.criterion import (
     Criterion,
     Example,
+    Files,
     Penalty,
     Reward,
     Tools,
     ToolsOrNone,
-    UsedFile,
     checked,
     invalid,
     require_weight,
@@ -80,7 +80,7 @@ class ToolCalled(Steps):
             raise invalid(f"min {least} is more than max {most}: that is never met", "min")
         return most
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         names = called_tools(exchange)
         count = sum(name in tool_names(self.value) for name in names)
         least = self.min if self.min is not None else 0 if self.max == 0 else 1
@@ -95,7 +95,7 @@ class ToolSequence(Steps):
     match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether it lists all calls, or calls that others may stand between (the default)."""
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         names, wanted = called_tools(exchange), list(tool_names(self.value))
         if self.match == "exact":
             return names == wanted, listed(names)
@@ -114,7 +114,7 @@ class NoErrorSpan(Steps):
     type: Literal["no-error-span"] = "no-error-span"
     weight: Reward = 1.0
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         """Errors are in the task's `metadata.errors_json`; a tool message can also carry the status `error`."""
         failed = [
             f"tool {turn.get('name') or '?'}"
@@ -141,7 +141,7 @@ class RedundantCall(Steps):
     value: ToolsOrNone = ""
     weight: Penalty = 1.0
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         repeated = list(_redundant(calls_of(exchange), exchange, tool_names(self.value)))
         names = ", ".join(sorted({call.name for call in repeated}))
         return bool(repeated), f"repeated for nothing: {names}" if repeated else "no call was repeated for nothing"
@@ -156,7 +156,7 @@ class StepEfficiency(Steps):
     max: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)
     """The calls that are enough. Default: any number."""
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         calls = calls_of(exchange)
         if not calls:
             return UNKNOWN_EFFICIENCY, "no tool was called"
@@ -212,7 +212,7 @@ class Timeout(Steps):
     value: Annotated[int | float | str, checked(_check_seconds, optional=True), WithJsonSchema(_SECONDS)] = ""
     weight: Penalty = 1.0
 
-    def decide(self, exchange: Exchange, files: Mapping[str, UsedFile]) -> tuple[float, str]:
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
         metadata = exchange.line.get("metadata")
         failures = [str(error) for error in _errors(metadata)]
         for call in calls_of(exchange):
