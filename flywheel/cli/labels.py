@@ -182,22 +182,19 @@ def labels(
 def _import(config: Config, file: Path, by: str, as_json: bool, **reading: Any) -> None:
     from flywheel.cli.rubric.calibration import read_label_file
     from flywheel.judge.annotations import read_annotations, usable
-    from flywheel.store.labels import import_annotations, import_labels
+    from flywheel.store.labels import import_labels
 
     async def store_labels() -> tuple[int, int, Counter[str]]:
         lines = read_annotations(file)
         async with open_state(config) as store:
             if lines is not None:
-                found, unusable = usable(lines, by=by, **reading)
-                replies, new, unstored = await store.write(import_annotations, found)
-                return replies, new, unusable + unstored
-            given = await read_label_file(file, store)
-            replies, new = await store.write(import_labels, given.labels, by)
-        others = {
-            "it has no answer or no verdict": given.left_out,
-            "it names no task of the state": len(given.labels) - replies,
-        }
-        return replies, new, +Counter(others)
+                found, left_out = usable(lines, by=by, **reading)
+                replies, new, unstored = await store.write(import_labels, found)
+            else:
+                given = await read_label_file(file, store)
+                left_out = Counter({"it has no answer or no verdict": given.left_out})
+                replies, new, unstored = await store.write(import_labels, given.by_task(by))
+        return replies, new, left_out + unstored
 
     replies, new, left_out = run_async(store_labels())
     if as_json:

@@ -9,7 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from flywheel.config.file import Config
 from flywheel.judge.filters.chain import FILTERS, ChainFile
-from flywheel.judge.rubric.rubric import KINDS, MODEL_TYPE, OPTIONS, Criterion, Rubric
+from flywheel.judge.rubric import KINDS, MODEL_TYPE, Criterion, Rubric
 
 DIALECT: Final = GenerateJsonSchema.schema_dialect
 
@@ -61,44 +61,18 @@ def filters_schema() -> dict[str, Any]:
 def rubric_schema() -> dict[str, Any]:
     """Draft 2020-12, from the models. Whatever it rejects, `flywheel rubric check` rejects as well."""
     schema = described(Rubric, "A Flywheel rubric")
-    criterion = schema["$defs"][Criterion.__name__]
-    kinds = criterion["properties"]["type"]
-    kinds["oneOf"] = [{"const": name, "description": kind.summary} for name, kind in KINDS.items()]
-    del kinds["enum"], kinds["type"]
-    reference = criterion["properties"]["reference"]
-    criterion["properties"]["reference"] = {"description": reference["description"], "type": ["string", "number"]}
-    criterion["properties"]["choices"] = _choices(criterion["properties"]["choices"])
-    criterion["allOf"] = [_rules(name) for name in KINDS]
+    definitions, common = schema["$defs"], Criterion.model_fields
+    kinds, rules = [], []
+    for name, model in KINDS.items():
+        own = definitions[model.__name__]
+        kinds.append({"const": name, "description": own.pop("description")})
+        for key, part in own["properties"].items():
+            if key in common:
+                part.setdefault("description", " ".join(str(common[key].description).split()))
+        required = {} if name == MODEL_TYPE else {"required": ["type"]}
+        condition = {"properties": {"type": {"const": name}}, **required}
+        rules.append({"if": condition, "then": {"$ref": f"#/$defs/{model.__name__}"}})
+    kind = {"default": MODEL_TYPE, "description": common["type"].description, "oneOf": kinds}
+    definitions["Criterion"] = {"type": "object", "properties": {"type": kind}, "allOf": rules}
+    schema["properties"]["criteria"]["items"] = {"$ref": "#/$defs/Criterion"}
     return schema
-
-
-def _choices(described: dict[str, Any]) -> dict[str, Any]:
-    word = {"type": ["string", "boolean", "number"]}
-    values = {"type": "object", "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1}}
-    listed = {"type": "array", "items": word, "minItems": 2, "uniqueItems": True}
-    return {"description": described["description"], "anyOf": [listed, {**values, "minProperties": 2}]}
-
-
-def _rules(name: str) -> dict[str, Any]:
-    """The keys that criteria of one type must and must not have."""
-    kind = KINDS[name]
-    allowed: dict[str, Any] = {option: False for option in OPTIONS if option not in kind.options}
-    allowed["value"] = False if kind.value.schema is None else dict(kind.value.schema)
-    reward, penalty = {"minimum": 0}, {"maximum": 0}
-    required = ["value"] if kind.needs_value else []
-    if kind.finds_fault is True:
-        allowed["weight"] = penalty
-        required.append("weight")
-    elif not kind.allows_negative_weight and not kind.finds_fault:
-        allowed["weight"] = reward
-    is_type: dict[str, Any] = {"properties": {"type": {"const": name}}}
-    if name != MODEL_TYPE:
-        is_type["required"] = ["type"]
-    then: dict[str, Any] = {"properties": allowed}
-    if required:
-        then["required"] = required
-    if isinstance(kind.finds_fault, str):
-        then["if"] = {"properties": {"value": {"const": kind.finds_fault}}, "required": ["value"]}
-        then["then"] = {"properties": {"weight": penalty}, "required": ["weight"]}
-        then["else"] = {"properties": {"weight": reward}}
-    return {"if": is_type, "then": then}

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +24,7 @@ from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.chat_completions import JudgeReply
 from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
-from flywheel.judge.rubric.checks import ask_the_judge, check_all, fails_required
+from flywheel.judge.rubric.checks import check_all, fails_required
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
@@ -35,6 +34,11 @@ REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""
 ANSWER_SHOWN: Final = 500
 """Characters of an unreadable reply that are kept."""
+FIRST, AGAIN = "first", "again"
+SAID: Final = 200
+"""Characters of an unreadable answer in an error."""
+NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
+"""What the judge says where it is not asked."""
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
 
 
@@ -64,10 +68,12 @@ class JudgeCall:
         error, answer, failure = "", "", None
         try:
             for group in self.groups(criteria):
-                found += self._ask(exchange, group, seed, replies, stop)
-        except UnreadableError as problem:
-            error = f"the judge's reply cannot be used: {problem}"
-            answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
+                said = self._ask(exchange, group, seed, replies, stop)
+                if isinstance(said, str):
+                    error = f"the judge's reply cannot be used: {said}"
+                    answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
+                    break
+                found += said
         except JudgeError as failed:
             error, failure = str(failed), failed
         called = Judgement(
@@ -101,9 +107,11 @@ class JudgeCall:
         seed: int | None,
         replies: list[tuple[JudgeReply, int]],
         stop: threading.Event,
-    ) -> tuple[CriterionResult, ...]:
-        """One call. A reply without a verdict is an attempt like one that failed; the next one tells the judge the
-        problem. A second one that was cut off is the last.
+    ) -> tuple[CriterionResult, ...] | str:
+        """One call: the results, or why its last reply has none.
+
+        A reply without a verdict is an attempt like one that failed; the next one tells the judge the problem. A
+        second one that was cut off is the last.
 
         `replies` gets every reply, with the estimated tokens of its prompt.
         """
@@ -126,34 +134,27 @@ class JudgeCall:
             )
             replies.append((reply, estimated_tokens))
             left -= reply.attempts
+            said = self._read(criteria, reply, nonce)
+            if not isinstance(said, str) or reply.is_final or left <= 0 or (cut_off and reply.cut_off):
+                return said
+            cut_off = cut_off or reply.cut_off
+            # What the judge says in place of an answer may quote the task.
+            problem = "" if reply.problem else said
+
+    def _read(
+        self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str
+    ) -> tuple[CriterionResult, ...] | str:
+        problem = reply.problem
+        if not problem:
+            # A cache or proxy can repeat the reply to another call.
+            others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
+            if others and not others.isdisjoint(self._nonces.copy()):
+                return f"it is the reply to another call (does {reply.judge} cache replies?)"
             try:
-                return self._read(criteria, reply, nonce)
+                return read(criteria, reply.text, nonce=nonce)
             except UnreadableError as error:
-                if reply.is_final or left <= 0 or (cut_off and reply.cut_off):
-                    raise
-                cut_off = cut_off or reply.cut_off
-                # What the judge says in place of an answer may quote the task.
-                problem = "" if reply.problem else str(error)
-
-    def _read(self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str) -> tuple[CriterionResult, ...]:
-        cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
-        if reply.problem:
-            raise UnreadableError(f"{reply.problem}{cut_off}")
-        # A cache or proxy can repeat the reply to another call.
-        others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
-        if others and not others.isdisjoint(self._nonces.copy()):
-            raise UnreadableError(f"it is the reply to another call (does {reply.judge} cache replies?)")
-        try:
-            return read(criteria, reply.text, nonce=nonce)
-        except UnreadableError as error:
-            raise UnreadableError(f"{error}{cut_off}") from error
-
-
-FIRST, AGAIN = "first", "again"
-SAID: Final = 200
-"""Characters of an unreadable answer in an error."""
-NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
-"""What the judge says where it is not asked."""
+                problem = str(error)
+        return f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +178,31 @@ EarlierResults = Mapping[tuple[str, str], list[CriterionResult]]
 
 
 @dataclass(frozen=True, slots=True)
-class PendingJudgeCall:
-    """An exchange that needs a judge call; the free checks are done and took this many seconds."""
+class Look:
+    """One judgement of a stage: what earlier verdicts say of its criteria, by id, and which must be asked about."""
+
+    stage: str
+    known: Mapping[str, CriterionResult]
+    asked: tuple[Criterion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a verdict takes that needs a judge call.
+
+    Attributes:
+        checked: The results of the checks, which are done and took this many `seconds`.
+        stages: The judgements that vote, and those that vote if the score is close.
+        needed: The judgements that ask the judge, as far as that is known.
+        perhaps: Those that ask it if the score is close.
+    """
 
     exchange: Exchange
     checked: tuple[CriterionResult, ...]
-    earlier: EarlierResults
+    stages: tuple[tuple[Look, ...], ...]
+    needed: tuple[Look, ...] = ()
+    perhaps: tuple[Look, ...] = ()
     seconds: float = 0.0
-
-
-class _CallNeededError(Exception):
-    """The verdict needs a judge call."""
 
 
 class Grader:
@@ -240,15 +255,10 @@ class Grader:
         exchange would fail too: a wrong key, an unknown model.
         """
         begun = self.begin(exchange, earlier)
-        return self.finish(begun, stop) if isinstance(begun, PendingJudgeCall) else begun
+        return self.finish(begun, stop) if isinstance(begun, Plan) else begun
 
-    def reuse(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict | None:
-        """The verdict if it needs no call, else None."""
-        begun = self.begin(exchange, earlier)
-        return None if isinstance(begun, PendingJudgeCall) else begun
-
-    def begin(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Verdict | PendingJudgeCall:
-        """The free part of `grade`: the verdict, or what `finish` needs to ask the judge."""
+    def begin(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Verdict | Plan:
+        """The free part of `grade`: the verdict if it needs no call, or the plan by which `finish` asks the judge."""
         started = time.monotonic()
         try:
             checked = check_all(self.rubric, exchange)
@@ -258,104 +268,78 @@ class Grader:
         if fails_required(self.rubric, checked):
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:
-            return self._verdict(self._judgement(NOT_ASKED, checked, FIRST), [], started)
-        pending = PendingJudgeCall(exchange, checked, self._reusable(earlier) if earlier else {})
-        if pending.earlier:
-            with suppress(_CallNeededError):
-                return self.finish(pending, None)
-        return replace(pending, seconds=time.monotonic() - started)
+            return self._verdict(self._judgement(NOT_ASKED, checked, Look(FIRST, {}, ())), [], started)
+        reusable, settings = self._reusable(earlier), self.rubric.judge
+        first = self._looks(FIRST, settings.repeats, reusable)
+        again = self._looks(AGAIN, settings.escalate.repeats, reusable) if settings.escalate else ()
+        needed, perhaps = (tuple(look for look in looks if look.asked) for looks in (first, again))
+        if not needed:
+            chosen = majority([self._judgement(NOT_ASKED, checked, look) for look in first])
+            needed, perhaps = perhaps if self._is_close(chosen) else (), ()
+        plan = Plan(exchange, checked, (first, again), needed, perhaps, time.monotonic() - started)
+        return plan if needed else self.finish(plan)
 
-    def finish(self, pending: PendingJudgeCall, stop: threading.Event | None = NEVER) -> Verdict:
-        """The part of `grade` that asks the judge. Raises _CallNeededError for a call when `stop` is None."""
-        started = time.monotonic() - pending.seconds
-        escalate = self.rubric.judge.escalate
+    def finish(self, plan: Plan, stop: threading.Event = NEVER) -> Verdict:
+        """The part of `grade` that asks the judge."""
+        started = time.monotonic() - plan.seconds
         judgements: list[Judgement] = []
-        try:
-            chosen = self._repeat(pending, FIRST, self.rubric.judge.repeats, judgements, stop)
-            if chosen is not None and escalate is not None and chosen.score is not None:
-                # A failed required criterion decides whatever the score is.
-                is_close = escalate.band[0] <= chosen.score <= escalate.band[1]
-                if is_close and not fails_required(self.rubric, chosen.results):
-                    chosen = self._repeat(pending, AGAIN, escalate.repeats, judgements, stop)
-        except JudgeError as failure:
-            # The cost of earlier calls is recorded with the verdict.
-            if not failure.retryable and not any(each.calls for each in judgements):
-                raise
-            chosen = Judgement(Outcome.UNDECIDED, None, pending.checked, error=str(failure))
-            return self._verdict(chosen, judgements, started, unreachable=failure.retryable)
+        chosen, failure = None, None
+        for looks in plan.stages:
+            for look in looks:
+                called = NOT_ASKED
+                if look.asked:
+                    # The first call has no seed: without a repetition, nothing has to differ.
+                    called, failure = self._call.run(plan.exchange, look.asked, len(judgements) or None, stop)
+                judgements.append(self._judgement(called, plan.checked, look))
+                if failure is not None:
+                    break
+            chosen = majority(judgements[-len(looks) :]) if failure is None else None
+            if not self._is_close(chosen):
+                break
+        # The cost of earlier calls is recorded with the verdict.
+        if failure is not None and not failure.retryable and not any(each.calls for each in judgements):
+            raise failure
         if chosen is None:
             errors = [each.error for each in judgements if each.error]
             error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
-            chosen = Judgement(Outcome.UNDECIDED, None, pending.checked, error=error)
-        return self._verdict(chosen, judgements, started)
+            chosen = Judgement(Outcome.UNDECIDED, None, plan.checked, error=error)
+        return self._verdict(chosen, judgements, started, unreachable=failure is not None and failure.retryable)
 
     def estimate(
         self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()
     ) -> CallEstimate:
         """What `grade` would take. `asked` are hashes of criteria that will have been asked about by then."""
-        if not ask_the_judge(self.rubric, exchange):
+        plan = self.begin(exchange, earlier)
+        if not isinstance(plan, Plan):
             return CallEstimate()
-        if earlier and self.reuse(exchange, earlier) is not None:
-            return CallEstimate()
-        reusable = self._reusable(earlier)
-        settings = self.rubric.judge
-
-        def missing(stage: str, times: int, asked: Collection[str] = ()) -> list[list[Criterion]]:
-            known = [self._known(reusable, stage, place) for place in range(times)]
-            wanted = [each for each in self.rubric.asked if self.hashes[each.id] not in asked]
-            return [[criterion for criterion in wanted if criterion.id not in results] for results in known]
-
-        first = missing(FIRST, settings.repeats, asked)
-        again = missing(AGAIN, settings.escalate.repeats) if settings.escalate else []
-        if again and not any(first) and not asked:
-            # All first results are known: the second stage is what is missing.
-            first, again = again, []
-        sets = [criteria for criteria in first if criteria]
+        wanted = ([each for each in look.asked if self.hashes[each.id] not in asked] for look in plan.needed)
+        sets = [criteria for criteria in wanted if criteria]
         return CallEstimate(
             sum(len(self._call.groups(criteria)) for criteria in sets),
             sum(map(len, sets)),
             sum(self._call.estimate_tokens(exchange, criteria) for criteria in sets),
-            sum(len(self._call.groups(criteria)) for criteria in again if criteria),
+            sum(len(self._call.groups(look.asked)) for look in plan.perhaps),
         )
 
-    def _repeat(
-        self,
-        pending: PendingJudgeCall,
-        stage: str,
-        times: int,
-        judgements: list[Judgement],
-        stop: threading.Event | None,
-    ) -> Judgement | None:
-        """Add this many judgements of a stage to `judgements`. Returns that of the majority, or None.
+    def _is_close(self, chosen: Judgement | None) -> bool:
+        """Whether further judgements decide. A failed required criterion decides whatever the score is."""
+        escalate = self.rubric.judge.escalate
+        if escalate is None or chosen is None or chosen.score is None:
+            return False
+        lowest, highest = escalate.band
+        return lowest <= chosen.score <= highest and not fails_required(self.rubric, chosen.results)
 
-        Raises JudgeError when no reply came.
-        """
-        for place in range(times):
-            known = self._known(pending.earlier, stage, place) if pending.earlier else {}
-            called, failure = NOT_ASKED, None
-            if missing := [criterion for criterion in self.rubric.asked if criterion.id not in known]:
-                if stop is None:
-                    raise _CallNeededError
-                # The first call has no seed: without a repetition, nothing has to differ.
-                called, failure = self._call.run(pending.exchange, missing, len(judgements) or None, stop)
-            if not called.error:
-                asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in called.results}
-                every = {**known, **asked}
-                called = replace(called, results=tuple(every[criterion.id] for criterion in self.rubric.asked))
-            judgements.append(self._judgement(called, pending.checked, stage))
-            if failure is not None:
-                raise failure
-        return majority(judgements[-times:])
-
-    def _judgement(self, called: Judgement, checked: tuple[CriterionResult, ...], stage: str) -> Judgement:
-        """The judgement of a whole set of results: those of the judge and those of the checks."""
-        results = (*checked, *called.results)
+    def _judgement(self, called: Judgement, checked: tuple[CriterionResult, ...], look: Look) -> Judgement:
+        """The judgement of a whole set of results: those of the checks, known ones, and those of the judge."""
         if called.error:
-            return replace(called, results=results, stage=stage)
+            return replace(called, results=checked, stage=look.stage)
+        asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in called.results}
+        every = {**look.known, **asked}
+        results = (*checked, *(every[criterion.id] for criterion in self.rubric.asked))
         score = self.rubric.score({result.criterion: result.value for result in results})
         accepted = score >= self.rubric.threshold and not fails_required(self.rubric, results)
         outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
-        return replace(called, outcome=outcome, score=score, results=results, stage=stage)
+        return replace(called, outcome=outcome, score=score, results=results, stage=look.stage)
 
     def _verdict(
         self, chosen: Judgement, judgements: Sequence[Judgement], started: float, *, unreachable: bool = False
@@ -410,16 +394,17 @@ class Grader:
             reusable |= {key: results for key, results in found.items() if len(results) > len(reusable.get(key, ()))}
         return reusable
 
-    def _known(self, earlier: EarlierResults, stage: str, place: int) -> dict[str, CriterionResult]:
-        """The results of the judgement at this place of a stage, by criterion id."""
-        found = {}
+    def _looks(self, stage: str, times: int, reusable: EarlierResults) -> tuple[Look, ...]:
+        """The judgements of a stage, one after another."""
+        known: list[dict[str, CriterionResult]] = [{} for _ in range(times)]
         for criterion in self.rubric.asked:
-            results = earlier.get((stage, self.hashes[criterion.id]), ())
-            if place < len(results):
-                value = criterion.scale[results[place].choice]
+            results = reusable.get((stage, self.hashes[criterion.id]), ())
+            for each, result in zip(known, results, strict=False):
+                value = criterion.scale[result.choice]
                 passed = criterion.passes(value)
-                found[criterion.id] = replace(results[place], criterion=criterion.id, value=value, passed=passed)
-        return found
+                each[criterion.id] = replace(result, criterion=criterion.id, value=value, passed=passed)
+        asked = self.rubric.asked
+        return tuple(Look(stage, each, tuple(one for one in asked if one.id not in each)) for each in known)
 
     def close(self) -> None:
         self.client.close()

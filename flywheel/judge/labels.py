@@ -63,6 +63,15 @@ class LabelFile:
     labels: tuple[LabelledReply, ...]
     left_out: int
 
+    def by_task(self, by: str) -> list[tuple[str, PersonLabel]]:
+        """The labels by the ids of their tasks. `by` labelled where the file does not say who did."""
+        return [
+            (each.task_id, person)
+            for each in self.labels
+            for person in each.people
+            or (PersonLabel(by, Label.ACCEPT if each.accept else Label.REJECT, each.reason),)
+        ]
+
 
 class _LineError(ValueError):
     """A line that cannot be used."""

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, fu
 
 from flywheel.errors import StoreError
 from flywheel.judge.annotations import Annotation, LeftOutError, spellings
-from flywheel.judge.labels import LabelledReply, PersonLabel
+from flywheel.judge.labels import PersonLabel
 from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
@@ -125,25 +125,11 @@ def add(
     return int(conn.execute(added).scalar_one())
 
 
-def import_labels(conn: Connection, replies: Sequence[LabelledReply], by: str) -> tuple[int, int]:
-    """Store the labels of a file on the tasks that it names: on how many, and how many labels are new.
-
-    A label that equals its person's last one is not stored again. `by` labelled where the file does not say who did.
-    """
-    keys = [reply.task_id for reply in replies if reply.task_id]
-    known = {row.key for row in rows_in(conn, select(tasks.c.key), tasks.c.key, keys)}
-    found, new = [reply for reply in replies if reply.task_id in known], 0
-    for reply in found:
-        alone = PersonLabel(by, Label.ACCEPT if reply.accept else Label.REJECT, reply.reason)
-        new += sum(_add_new(conn, reply.task_id, person) for person in reply.people or (alone,))
-    return len(found), new
-
-
-def import_annotations(
-    conn: Connection, found: Iterable[tuple[Annotation, PersonLabel]]
+def import_labels(
+    conn: Connection, found: Iterable[tuple[Annotation | str, PersonLabel]]
 ) -> tuple[int, int, Counter[str]]:
-    """Store annotations of other tools as labels on the tasks of their replies: how many replies they are about, how
-    many labels are new, and why others are not stored.
+    """Store what people say of replies, each named by its task's id or by an annotation of another tool: how many
+    replies it is about, how many labels are new, and why others are not stored.
 
     Of several by a person on the same task and criterion the newest is taken, unless a stored one is newer.
     """
@@ -187,11 +173,15 @@ def _add_new(conn: Connection, key: str, person: PersonLabel) -> bool:
     return True
 
 
-def _task_of(conn: Connection, said: Annotation) -> str:
+def _task_of(conn: Connection, said: Annotation | str) -> str:
     """The key of the task that an annotation is about. Raises LeftOutError.
 
     A span within the trace that is not the reply's own is about the reply if the trace has no other one.
     """
+    if isinstance(said, str):
+        if conn.execute(select(tasks.c.id).where(tasks.c.key == said)).one_or_none() is None:
+            raise LeftOutError("it names no task of the state")
+        return said
     spans, traces = spellings(said.span), spellings(said.trace)
     if not spans and not traces:
         raise LeftOutError("it names neither a trace nor a span")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
@@ -247,7 +248,7 @@ def explain(
         # A default that depends on other keys fails when those do, and is no problem of its own.
         if item["type"] == "default_factory_not_called":
             continue
-        path = [int(part) if part.isdecimal() else part for part in _locate(model, item["loc"])[0]]
+        path = path_of(dict(item), model)
         is_unknown = item["type"] == "extra_forbidden"
         place = (*below, *path)
         is_there = document is not None and place and not is_among(".".join(map(str, path)), elsewhere)
@@ -266,16 +267,20 @@ _SYNONYMS: Final = {"rank": "r"}
 
 def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
     """One problem of a ValidationError, as its `errors` lists them. Suggests a similar key for an unknown one."""
-    location, known = _locate(model, item["loc"])
+    location, known, of_another = _locate(model, item["loc"])
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
+        if of_another:
+            return f"unknown key `{key}`: {of_another} has no {location[-1]}"
         given = _SYNONYMS.get(location[-1], location[-1])
         close = [given] if given in known else difflib.get_close_matches(location[-1], known, n=1)
         meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
         return f"unknown key `{key}` ({meant})"
     if item["type"] == "union_tag_invalid":
-        tags = item["ctx"]["expected_tags"].replace("'", "`")
-        return f"`{key}.type`: there is no type `{item['ctx']['tag']}`; it is one of {tags}"
+        given, tags = item["ctx"]["tag"], item["ctx"]["expected_tags"]
+        close = difflib.get_close_matches(given, re.findall("'([^']+)'", tags), n=1)
+        which = f" (did you mean `{close[0]}`?)" if close else "; it is one of {}".format(tags.replace("'", "`"))
+        return f"`{key}.type`: there is no type `{given}`{which}"
     message = _problem(item)
     return f"`{key}`: {message[:1].lower()}{message[1:]}" if key else message
 
@@ -330,15 +335,25 @@ _RULES: Final = {
 """What the program requires, by pydantic's error type or its first word; its messages are about Python."""
 
 
-def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The path of a key as the user wrote it (without the tags of unions), and the keys that are known there."""
+def path_of(item: dict[str, Any], model: type[BaseModel]) -> KeyPath:
+    """Where the user wrote what a problem of a ValidationError is about."""
+    path = [int(part) if part.isdecimal() else part for part in _locate(model, item["loc"])[0]]
+    return (*path, "type") if item["type"] == "union_tag_invalid" else tuple(path)
+
+
+def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str], str]:
+    """The path of a key as the user wrote it (without the tags of unions), the keys that are known there, and the tag
+    of the union that it is in, if another one of its models has the key."""
     path: list[str] = []
     current: type[BaseModel] | None = model
     choices: dict[str, type[BaseModel]] = {}
     known: list[str] = []
     is_name = False
+    of_another = ""
     for part in location:
         if part in choices:
+            if location[-2] == part and any(location[-1] in each.model_fields for each in choices.values()):
+                of_another = str(part)
             current, choices = choices[str(part)], {}
             continue
         path.append(str(part))
@@ -358,17 +373,20 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         # Sections by name: the next part is a name.
         is_name = current is not None and field is not None and get_origin(field.annotation) is dict
         choices = {tag: section for tag, section in sections.items() if tag}
-    return path, known
+    return path, known, of_another
 
 
 def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models inside an annotation (a model, a list of models, a tagged union of models) by their tags."""
+    """The models inside an annotation (a model, a list of models, a tagged union of models) by their tags: a tag is
+    given, or the only value of the model's `type`."""
     sections: dict[str, type[BaseModel]] = {}
     waiting = [(annotation, "")]
     while waiting:
         candidate, tag = waiting.pop(0)
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            sections[tag] = candidate
+            kind = candidate.model_fields.get("type")
+            kinds = get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
+            sections[tag or (kinds[0] if len(kinds) == 1 else "")] = candidate
             continue
         own = next((mark.tag for mark in getattr(candidate, "__metadata__", ()) if isinstance(mark, Tag)), tag)
         waiting += [(inner, own) for inner in getattr(candidate, "__args__", ())]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from flywheel.errors import CheckError, CostlyCheckError
-from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.checks import check
+from flywheel.judge.rubric.checks.call_format import CallFormat
+from flywheel.judge.rubric.checks.json_schema import JsonSchema
 from flywheel.records.verdict import Exchange
 from flywheel.system import json_schema, limited_call
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
@@ -129,7 +130,7 @@ def called(parameters: Any, arguments: str) -> Exchange:
     return Exchange("q", "answer", tools=({"type": "function", "function": function},), trajectory=(step,))
 
 
-FORMAT = Criterion(id="fmt", type="call-format")
+FORMAT = CallFormat(id="fmt")
 
 
 @for_each(
@@ -142,7 +143,7 @@ def test_a_number_that_no_double_holds_is_a_failed_check(digits: str) -> None:
     assert (found.value, found.passed) == (0.0, False)
     assert "too large" in found.reason or "Exceeds the limit" in found.reason
     answer = Exchange("q", digits)
-    assert not check(Criterion(id="js", type="json-schema", value={"multipleOf": 0.1}), answer).passed
+    assert not check(JsonSchema(id="js", value={"multipleOf": 0.1}), answer).passed
 
 
 @pytest.mark.slow
@@ -154,7 +155,7 @@ def test_a_costly_schema_leaves_the_criterion_undecided_with_the_reason() -> Non
     )
     with pytest.raises(CostlyCheckError, match="the schema of the tool 'f' takes more than 1 s of processor time"):
         check(FORMAT, exchange)
-    criterion = Criterion(id="js", type="json-schema", value=schema)
+    criterion = JsonSchema(id="js", value=schema)
     with pytest.raises(CheckError, match="its schema takes more than"):
         check(criterion, Exchange("q", json.dumps(value)))
     # The schema of a rubric is used for every task: one answer does not end its use.

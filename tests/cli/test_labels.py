@@ -95,6 +95,10 @@ def test_a_file_brings_its_labels_to_a_state_once(flywheel: Run, tasks: list[str
         (tasks[0], "carol", "accept", ""),
         (tasks[1], "dora", "reject", "wrong"),
     }
+    changed = [{"task_id": tasks[1], "verdict": verdict} for verdict in ("accept", "reject", "accept")]
+    (tmp_path / "changed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    imports = [flywheel("labels", "import", "changed.jsonl", "--by", "dora", "--json").json for _ in range(2)]
+    assert [(ran["replies"], ran["new"]) for ran in imports] == [(1, 1), (1, 0)], "her last label counts, once"
     assert flywheel("labels", "import").code == flywheel("labels", "list", "own.jsonl").code == 2
     assert flywheel("audit").code == 0
 

@@ -43,7 +43,7 @@ examples:
 """
     said = checked(flywheel, tmp_path, text)
     assert [line.split(": ", 1)[0] for line in said] == [
-        "3:1", "6:35", "7:13", "7:60", "8:10", "8:38", "9:19", "12:5", "13:49", "14:34", "15:26", "15:38", "17:5",
+        "3:1", "6:35", "7:13", "7:60", "8:10", "8:38", "9:19", "12:5", "13:42", "14:34", "15:26", "15:38", "17:5",
         "17:16",
     ]  # fmt: skip
     for place, words in {
@@ -52,10 +52,10 @@ examples:
         "7:13": "unknown key `criteria.1.wieght` (did you mean `weight`?)",
         "7:60": "required but has weight 0",
         "8:10": "criteria have the same id: b, the first time at 7:10",
-        "8:38": "must be a number of characters",
-        "9:19": "there is no 'regx' (did you mean 'regex'?)",
+        "8:38": "it must be a whole number",
+        "9:19": "there is no type `regx` (did you mean `regex`?)",
         "12:5": "key `value` is written twice: the first time at 11:5",
-        "13:49": "tool-called has no match",
+        "13:42": "tool-called has no match",
         "14:34": "no.py:f cannot be used",
         "15:38": "unknown key `judge.escalate.repeat` (did you mean `repeats`?)",
         "17:16": "unknown key `examples.0.answr` (did you mean `answer`?)",
@@ -203,6 +203,11 @@ def test_only_keys_that_may_be_written_are_named(flywheel: Run, tmp_path: Path) 
     assert checked(flywheel, tmp_path, "id: x\nfiles: {}\ncriteria: [{id: a, value: b}]\n") == [
         "2:1: unknown key `files`"
     ]
+
+
+def test_an_unknown_key_hides_no_problem_of_the_whole(flywheel: Run, tmp_path: Path) -> None:
+    text = "id: r\ntreshold: 1\ncriteria:\n- {id: a, value: x, choices: {p: 0, q: 0.5}, wieght: 2}\n"
+    assert [line.partition(" ")[0] for line in checked(flywheel, tmp_path, text)] == ["1:1:", "2:1:", "4:46:"]
 
 
 def test_it_says_what_of_a_function_is_tracked(flywheel: Run, tmp_path: Path) -> None:

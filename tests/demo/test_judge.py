@@ -12,15 +12,15 @@ from flywheel.cli.demo import judge
 from flywheel.cli.demo.judge import examine, last_box
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric import LlmRubric, Rubric
 from flywheel.records.verdict import Exchange, Outcome
 
 RUBRIC = Rubric(
     id="test",
     threshold=1.0,
     criteria=[
-        Criterion(id="correct", value="The number is right."),
-        Criterion(id="boxed", value="The number is boxed.", choices={"absent": 0.0, "partly": 0.5, "present": 1.0}),
+        LlmRubric(id="correct", value="The number is right."),
+        LlmRubric(id="boxed", value="The number is boxed.", choices={"absent": 0.0, "partly": 0.5, "present": 1.0}),
     ],
     custom_rubrics="Drop what is wrong or not boxed.",
 )

@@ -23,7 +23,7 @@ import flywheel
 from flywheel.judge import answer, prompt
 from flywheel.judge.filters import pii
 from flywheel.judge.filters.deduplication import particulars, template
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check, math_equal
 from flywheel.judge.rubric.text import split, visible, words_only
 from flywheel.records.similarity import normalised, numbers, prompt_signatures, words
@@ -123,7 +123,7 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 
 def checked(type_: str, text: str) -> None:
-    criterion = Criterion.model_validate({"id": "c", "type": type_, **CHECKS[type_]})
+    criterion = CRITERION.validate_python({"id": "c", "type": type_, **CHECKS[type_]})
     check(
         criterion,
         Exchange(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flywheel.errors import JudgeError
-from flywheel.judge.grader import Grader, majority
+from flywheel.judge.grader import Grader, Plan, majority
 from flywheel.judge.rubric import Rubric
-from flywheel.records.verdict import Judgement, Outcome
+from flywheel.records.verdict import Judgement, Outcome, Verdict
 from tests.factories.judge_server import JudgeServer
 from tests.judge.conftest import GOOD, Make
 
@@ -63,6 +63,22 @@ def test_repeats_ask_each_time_anew_and_differently(vote: Make) -> None:
     assert [each.outcome for each in verdict.judgements] == [A, R, A]
     assert [request.get("seed") for request in judge.requests] == [None, 1, 2]
     assert "2 accepted, 1 rejected" in verdict.reason
+
+
+def test_a_plan_and_an_estimate_know_what_is_reused_and_ask_nothing(vote: Make) -> None:
+    with JudgeServer(says(False, True, True, True)) as judge:
+        first = vote(judge, MIXED).grade(GOOD)
+        close = vote(judge, MIXED, escalate={"band": [0.5, 0.9], "repeats": 3})
+        new, known = close.estimate(GOOD), close.estimate(GOOD, [first])
+        assert (new.calls, new.criteria, new.more) == (1, 1, 3)
+        assert (known.calls, known.criteria, known.more) == (3, 3, 0), "only the second look is missing"
+        assert new.prompt_tokens == known.prompt_tokens // 3 > 0
+        assert isinstance(close.begin(GOOD, [first]), Plan)
+        far = vote(judge, MIXED, escalate={"band": [0.8, 0.9], "repeats": 3}).begin(GOOD, [first])
+        assert isinstance(far, Verdict) and far.calls == 0
+        assert judge.calls == 1
+        again = close.grade(GOOD, earlier=[first])
+    assert (again.outcome, again.calls, [each.calls for each in again.judgements]) == (A, 3, [0, 1, 1, 1])
 
 
 def test_without_a_majority_nothing_is_decided(vote: Make) -> None:

@@ -28,6 +28,7 @@ def check(
 
     Warnings point out likely mistakes, such as a backspace in a pattern; they are not errors.
     """
+    from flywheel.judge.rubric.checks.python_check import Python
     from flywheel.judge.rubric.file import contradictions, likely_mistakes, read_rubric
 
     wrong = False
@@ -43,7 +44,7 @@ def check(
             continue
         found = read.rubric
         for criterion in found.criteria:
-            if criterion.type == "python":
+            if isinstance(criterion, Python):
                 names = [criterion.file, *(name for name, _ in found.files[criterion.file].uses)]
                 listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
                 text = f"the hash of the rubric has {listed}; other files that the function reads are not tracked"

@@ -52,7 +52,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     with closing(Grader(rubric, settings)) as grader:
         async with open_state(config) as store:
             given = await read_label_file(labels, store)
-            await store.write(import_labels, given.labels, this_person())
+            await store.write(import_labels, given.by_task(this_person()))
             spent = await store.read(judge_usage.tokens_today)
             budget = Budget(settings.budget, lambda: spent)
             estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)

@@ -364,7 +364,8 @@ class TaskJudging:
                 if self.by_chain:
                     verdict = Verdict(Outcome.ACCEPTED, 1.0, reason="accepted by the chain")
                 if verdict is None and (task.earlier or task.stored):
-                    verdict = self.grader.reuse(exchange, task.earlier)
+                    begun = self.grader.begin(exchange, task.earlier)
+                    verdict = begun if isinstance(begun, Verdict) else None
                     if verdict and task.stored and verdict.results == task.stored.results:
                         verdict = task.stored
                 if verdict is None:

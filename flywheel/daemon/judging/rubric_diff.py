@@ -18,7 +18,7 @@ from flywheel.daemon.judging.judge_setup import exchange_of
 from flywheel.daemon.judging.judging_report import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.filters.pii import Redactor
-from flywheel.judge.grader import CallEstimate, Grader, PendingJudgeCall
+from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.rubric import Criterion, Rubric
 from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Exchange, Outcome, Verdict
@@ -183,7 +183,7 @@ class RubricDiff:
             if task.stored is not None:
                 return task.stored
             begun = grader.begin(pair.exchange, earlier)
-            if not isinstance(begun, PendingJudgeCall):
+            if isinstance(begun, Verdict):
                 return begun
             if self._stop.is_set():
                 return Verdict(Outcome.UNDECIDED, None, error="the comparison was stopped")
@@ -304,13 +304,12 @@ def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _DiffPart]:
 def _criterion_changes(old: Criterion | None, new: Criterion | None) -> list[str]:
     if old is None or new is None:
         return ["new"] if old is None else ["removed"]
-    options = {"reference", "min", "max", "match"}
-    found = []
+    found, common = [], set(Criterion.model_fields)
     if old.type != new.type:
         found.append(f"{old.type} → {new.type}")
     elif old.value != new.value:
         found.append("reworded" if new.asks_the_judge else "another value")
-    elif old.model_dump(include=options) != new.model_dump(include=options):
+    elif old.model_dump(exclude=common) != new.model_dump(exclude=common):
         found.append("other options")
     if dict(old.scale) != dict(new.scale):
         found.append("other choices" if list(old.scale) != list(new.scale) else "other values of its choices")

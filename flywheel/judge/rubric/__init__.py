@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from flywheel.judge.rubric.criterion import Criterion as Criterion
+from flywheel.judge.rubric.criterion import LlmRubric as LlmRubric
 from flywheel.judge.rubric.rubric import ALIEN as ALIEN
-from flywheel.judge.rubric.rubric import FLAT_CHOICES as FLAT_CHOICES
+from flywheel.judge.rubric.rubric import CRITERION as CRITERION
 from flywheel.judge.rubric.rubric import FLAT_ID as FLAT_ID
 from flywheel.judge.rubric.rubric import KINDS as KINDS
 from flywheel.judge.rubric.rubric import MODEL_TYPE as MODEL_TYPE
-from flywheel.judge.rubric.rubric import Criterion as Criterion
-from flywheel.judge.rubric.rubric import CriterionKind as CriterionKind
-from flywheel.judge.rubric.rubric import CriterionType as CriterionType
-from flywheel.judge.rubric.rubric import Escalation as Escalation
-from flywheel.judge.rubric.rubric import Example as Example
 from flywheel.judge.rubric.rubric import Rubric as Rubric
-from flywheel.judge.rubric.rubric import RubricJudge as RubricJudge
-from flywheel.judge.rubric.rubric import UsedFile as UsedFile

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import hashlib
 import json
 import re
@@ -20,28 +18,17 @@ from pydantic import ValidationError
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.python_check import imported_modules, load
-from flywheel.judge.rubric.rubric import (
-    FLAT_ID,
-    KINDS,
-    MAX_CRITERIA,
-    MODEL_TYPE,
-    Criterion,
-    Example,
-    Rubric,
-    UsedFile,
-)
+from flywheel.judge.rubric.checks.python_check import Python, imported_modules, load
+from flywheel.judge.rubric.criterion import Criterion, Example, UsedFile
+from flywheel.judge.rubric.rubric import CRITERION, FLAT_ID, MAX_CRITERIA, MODEL_TYPE, SAME_ID, Rubric
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
 from flywheel.system.files import MAX_GIVEN_DATA_BYTES, expanded, read_given
-from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
+from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, path_of, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
-_MAX_PASSES: Final = 50
-"""How often a file is validated again without the problems that were found so far."""
 _MAX_REPORTED: Final = 200
-"""Problems that one such pass reports; each is looked for in all of the file."""
-_VALID_EXAMPLE: Final = {"query": "valid", "answer": "valid", "verdict": "accept"}
+"""Problems that are reported; each is looked for in all of the file."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,6 +51,8 @@ class RubricFile:
     problems: tuple[Problem, ...]
     document: YamlDocument | None = None
     """None if the file could not be read."""
+    criteria: tuple[tuple[int, Criterion], ...] = ()
+    """The criteria that are valid by themselves, with their index."""
 
 
 def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
@@ -110,12 +99,13 @@ def validate(document: YamlDocument, folder: Path) -> RubricFile:
         problems.append(Problem(*document.position(["files"], key=True), "unknown key `files`"))
         raw = {key: value for key, value in raw.items() if key != "files"}
     rubric = None
+    criteria: tuple[tuple[int, Criterion], ...]
     try:
         rubric = Rubric.model_validate(raw)
-        criteria: Iterable[tuple[int, Criterion]] = enumerate(rubric.criteria)
-    except ValidationError:
-        problems += [*_same_ids(raw, document), *_validation_problems(raw, document)]
-        criteria = valid_criteria(raw)
+        criteria = tuple(enumerate(rubric.criteria))
+    except ValidationError as error:
+        problems += [*_same_ids(raw, document), *_validation_problems(raw, error, document)]
+        criteria = tuple(_valid_criteria(raw))
     files: dict[str, UsedFile] = {}
     if with_files := [(index, criterion) for index, criterion in criteria if criterion.file]:
         files, file_problems = _read_files(with_files, document, folder)
@@ -124,15 +114,15 @@ def validate(document: YamlDocument, folder: Path) -> RubricFile:
         rubric = None
     elif rubric is not None and files:
         rubric = rubric.model_copy(update={"files": files})
-    return RubricFile(rubric, tuple(sorted(set(problems))), document)
+    return RubricFile(rubric, tuple(sorted(set(problems))), document, criteria)
 
 
-def valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
+def _valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
     """The criteria of a parsed file that are valid by themselves, with their index."""
     criteria = raw.get("criteria")
     for index, criterion in enumerate(criteria[:MAX_CRITERIA] if isinstance(criteria, list) else []):
         with suppress(ValidationError):
-            yield index, Criterion.model_validate(criterion)
+            yield index, CRITERION.validate_python(criterion)
 
 
 def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
@@ -142,64 +132,28 @@ def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
         name = criterion.get("id") if isinstance(criterion, dict) else None
         if isinstance(name, str) and (earlier := first.setdefault(name, index)) != index:
             where = document.position(["criteria", earlier, "id"])
-            message = f"criteria have the same id: {name}, the first time at {where.line}:{where.column}"
+            message = f"{SAME_ID}: {name}, the first time at {where.line}:{where.column}"
             yield Problem(*document.position(["criteria", index, "id"]), message)
 
 
-def _validation_problems(raw: dict[str, Any], document: YamlDocument) -> list[Problem]:
-    """All problems that the models report. Validated repeatedly: invalid parts are replaced by valid ones, because a
-    part that is invalid hides the problems of the whole."""
-    problems: list[Problem] = []
-    left = copy.deepcopy(raw)
-    for _ in range(_MAX_PASSES):
+def _validation_problems(raw: dict[str, Any], error: ValidationError, document: YamlDocument) -> Iterator[Problem]:
+    found = error.errors(include_url=False)
+    if all(item["type"] == "extra_forbidden" for item in found):
+        # They alone would hide what is wrong with the whole.
         try:
-            Rubric.model_validate(left)
-            break
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-        # Without the invalid criteria, what the model says of all of them together is not true.
-        is_whole = all(problem.message.startswith("unknown key") for problem in problems)
-        reported = [_problem(dict(item), document) for item in details[:_MAX_REPORTED] if item["loc"] or is_whole]
-        problems += [problem for problem in reported if "have the same id" not in problem.message]
-        parts = [item for item in details if item["loc"]]
-        if not parts:
-            break
-        for item in parts:
-            _replace_invalid(left, item["loc"], is_unknown=item["type"] == "extra_forbidden")
-    return problems
-
-
-def _problem(item: dict[str, Any], document: YamlDocument) -> Problem:
-    context = item.get("ctx", {})
-    path = (*item["loc"], *context.get("at", ()))
-    message = explain_one(item, Rubric)
-    if item["type"] == "literal_error" and isinstance(item["input"], str):
-        choices = re.findall(r"'([^']+)'", context["expected"])
-        if close := difflib.get_close_matches(item["input"], choices, n=1):
-            message = f"`{'.'.join(map(str, path))}`: there is no {item['input']!r} (did you mean {close[0]!r}?)"
-    if context.get("pos") is not None:
-        return Problem(*document.position_in_text(path, context["pos"]), message)
-    return Problem(*document.position(path, key=item["type"] == "extra_forbidden"), message)
-
-
-def _replace_invalid(raw: dict[str, Any], location: tuple[int | str, ...], *, is_unknown: bool) -> None:
-    """Remove an unknown key; replace an invalid criterion or example by a valid one, and remove any other part."""
-    match location:
-        case ("criteria" | "examples" as key, int(index), *rest) if is_unknown and rest:
-            part = raw[key][index]
-            for name in rest[:-1]:
-                part = part[name]
-            part.pop(rest[-1], None)
-        case ("criteria", int(index), *_):
-            raw["criteria"][index] = {"id": f"valid_{index}", "value": "valid"}
-        case ("examples", int(index), *_):
-            raw["examples"][index] = dict(_VALID_EXAMPLE)
-        case (key, name) if is_unknown:
-            raw[str(key)].pop(name, None)
-        case ("id",):
-            raw["id"] = "valid"
-        case (key, *_):
-            raw.pop(str(key), None)
+            Rubric.model_validate(raw, extra="ignore")
+        except ValidationError as whole:
+            found += whole.errors(include_url=False)
+    for item in map(dict[str, Any], found[:_MAX_REPORTED]):
+        message, context = explain_one(item, Rubric), item.get("ctx", {})
+        if SAME_ID in message:
+            continue  # `_same_ids` finds them beside other problems as well
+        path = path_of(item, Rubric)
+        path = (*path[:-1], *context["at"]) if context.get("at") else path
+        if context.get("pos") is not None:
+            yield Problem(*document.position_in_text(path, context["pos"]), message)
+        else:
+            yield Problem(*document.position(path, key=item["type"] == "extra_forbidden"), message)
 
 
 def _read_files(
@@ -214,15 +168,16 @@ def _read_files(
         try:
             path = folder / expanded(Path(name))
             text = read_given(path).decode()
-            used = {listed: folder / expanded(Path(listed)) for listed in criterion.files or ()}
-            if criterion.type == "python":
+            listed = (criterion.files if isinstance(criterion, Python) else None) or ()
+            used = {each: folder / expanded(Path(each)) for each in listed}
+            if isinstance(criterion, Python):
                 used |= imported_modules(path, folder)
             uses[name] |= {
                 each: hashlib.sha256(read_given(used[each], MAX_GIVEN_DATA_BYTES)).hexdigest() for each in used
             }
             files[name] = UsedFile(path=str(path.absolute()), text=text, uses=tuple(sorted(uses[name].items())))
-            if criterion.type == "python":
-                load(files[name], str(criterion.value).rpartition(":")[2])
+            if isinstance(criterion, Python):
+                load(files[name], criterion.function)
             else:
                 jsonschema_rs.meta.validate(json.loads(files[name].text))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError) as error:
@@ -251,7 +206,7 @@ def contradictions(file: RubricFile) -> list[Problem]:
 def _contradiction(rubric: Rubric, example: Example) -> str:
     line = {"metadata": {"reference": example.reference, GROUND_TRUTH: example.ground_truth}}
     exchange = Exchange(example.query, example.answer, trajectory=tuple(example.trajectory or ()), line=line)
-    undecided = [entry for entry in rubric.every if entry.asks_the_judge or _is_undecided(entry, example)]
+    undecided = [entry for entry in rubric.every if not entry.is_decided(example)]
     results = [(entry, check(entry, exchange, rubric)) for entry in rubric.every if entry not in undecided]
     if failed := [result for criterion, result in results if criterion.required and not result.passed]:
         return _reasons(failed) if example.verdict == "accept" else ""
@@ -266,16 +221,6 @@ def _contradiction(rubric: Rubric, example: Example) -> str:
         if lowest >= rubric.threshold:
             return f"the checks accept it: its score is {'at least ' if undecided else ''}{lowest:.2f}"
     return ""
-
-
-def _is_undecided(criterion: Criterion, example: Example) -> bool:
-    """Whether the example lacks what a check needs."""
-    if KINDS[criterion.type].checks_steps:
-        needed = KINDS[criterion.type].needs_truth
-        return example.trajectory is None or bool(needed and (example.ground_truth or {}).get(needed) is None)
-    if criterion.type != "math-equal":
-        return False
-    return not (criterion.right_answer or example.reference or (example.ground_truth or {}).get("answer"))
 
 
 def _extreme(criterion: Criterion, *, best: bool) -> float:
@@ -306,7 +251,7 @@ def likely_mistakes(file: RubricFile) -> list[Problem]:
         return []
     mistakes = [
         Problem(*file.document.position(["criteria", index, "value"]), f"`criteria.{index}`: its value {warning}")
-        for index, criterion in valid_criteria(raw)
+        for index, criterion in file.criteria
         for warning in _warnings(criterion.type, criterion.value)
     ]
     mistakes += [

@@ -13,13 +13,13 @@ from typing import Final
 from flywheel.errors import CheckError
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.rubric import Criterion
+from flywheel.judge.rubric.checks.call_format import CallFormat
 from flywheel.records.tool_calls import calls_in
 from flywheel.training.data.rollout import Rollout, exchange
 
 SHORTEST: Final = 200
 """An answer with fewer characters counts as that long: that "4" becomes "It is 4." is no harm."""
-_CALLS: Final = Criterion.model_validate({"id": "calls", "type": "call-format"})
+_CALLS: Final = CallFormat(id="calls")
 _FORMATS: Final = frozenset({"json-schema", "call-format"})
 """Checks of a rubric that are about the form of an answer alone."""
 

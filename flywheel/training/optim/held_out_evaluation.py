@@ -11,7 +11,7 @@ from typing import TypeVar, get_args
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.judge.rubric.rubric import Criterion
+from flywheel.judge.rubric import Criterion
 from flywheel.records.round import RoundSpec, Suite
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of

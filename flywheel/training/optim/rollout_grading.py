@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from flywheel.config import AgentProgramSettings, Config, JudgeBudget
-from flywheel.judge.grader import Grader, PendingJudgeCall
+from flywheel.judge.grader import Grader, Plan
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, UsageFile, Used, today
 from flywheel.records.round import RoundSpec
@@ -167,7 +167,7 @@ class Grading:
         self._grader, self._purpose, self._pause_limits = grader, purpose, pause_limits
         self._budget = Lent(limits, round_dir)
         self._file = UsageFile(round_dir)
-        self._answered: PendingJudgeCall | None = None
+        self._answered: Plan | None = None
 
     def __call__(self, exchange: Exchange) -> Verdict:
         """Raises JudgeError for errors that concern all exchanges: a wrong key, unreadable answers."""
@@ -188,10 +188,10 @@ class Grading:
                 break
         return verdict
 
-    def _answers(self, probe: PendingJudgeCall) -> bool:
+    def _answers(self, probe: Plan) -> bool:
         return not self._paid(probe).unreachable
 
-    def _paid(self, begun: PendingJudgeCall) -> Verdict:
+    def _paid(self, begun: Plan) -> Verdict:
         """One verdict of the judge; its usage is recorded before it is returned. Raises JudgeError."""
         if (unusable := self._grader.unusable) is not None:
             raise unusable

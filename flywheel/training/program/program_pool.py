@@ -28,7 +28,7 @@ from flywheel.config.agentjet import with_defaults
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.rubric import Criterion
+from flywheel.judge.rubric.checks.math_equal import MathEqual
 from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets, is_sendable, redact_secrets, whole_url
@@ -276,7 +276,7 @@ def _checked(result: RunResult, task: Mapping[str, Any]) -> RunResult:
     right = str(task["metadata"].get("answer") or "").split("####")[-1].strip()
     exchange = Exchange(task["main_query"], result.response or "", line={"metadata": {"reference": right}})
     try:
-        is_equal = bool(right) and check(Criterion(id="reward_function", type="math-equal"), exchange).passed
+        is_equal = bool(right) and check(MathEqual(id="reward_function"), exchange).passed
     except CheckError as error:
         return replace(result, cause="raised", error=str(error))
     return replace(result, reward=float(is_equal), metrics={**result.metrics, "is_success": float(is_equal)})

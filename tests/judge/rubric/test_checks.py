@@ -14,14 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric import KINDS, Criterion, Rubric, text
+from flywheel.judge.rubric import CRITERION, KINDS, Rubric, text
 from flywheel.judge.rubric.checks import (
-    CHECKS,
     MAX_CHARACTERS,
-    WHOLE_TEXT,
-    ask_the_judge,
     check,
     check_all,
+    fails_required,
     math_equal,
 )
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
@@ -30,7 +28,7 @@ from tests.cases import for_each
 
 
 def result(exchange: Exchange, kind: str, value: Any = "", **options: Any) -> CriterionResult:
-    return check(Criterion.model_validate({"id": "c", "type": kind, "value": value, **options}), exchange)
+    return check(CRITERION.validate_python({"id": "c", "type": kind, "value": value, **options}), exchange)
 
 
 def passes(answer: str, kind: str, value: Any = "", **options: Any) -> bool:
@@ -284,7 +282,6 @@ def test_a_function_that_breaks_decides_nothing(tmp_path: Path, body: str, compl
     rubric = python_rubric(tmp_path, f"def decide(task):\n    {body}\n")
     with pytest.raises(CheckError, match=f"decide criterion mine by checks.py:decide: .*{complaint}"):
         check_all(rubric, Exchange("q", "a", line=LINE))
-    assert not ask_the_judge(rubric, Exchange("q", "a", line=LINE))
 
 
 def test_a_rollout_is_given_to_the_function_under_the_same_keys(tmp_path: Path) -> None:
@@ -326,7 +323,7 @@ def test_a_failed_required_check_decides_though_another_breaks(tmp_path: Path) -
         "r",
     )
     assert [found.criterion for found in check_all(rubric, Exchange("q", "short"))] == ["long"]
-    assert not ask_the_judge(rubric, Exchange("q", "short"))
+    assert fails_required(rubric, check_all(rubric, Exchange("q", "short")))
     with pytest.raises(CheckError, match="no reference answer"):
         check_all(rubric, Exchange("q", r"\boxed{7} " + "long" * 40))
 
@@ -346,15 +343,16 @@ def test_checks_look_at_both_ends_of_a_long_text_and_lengths_count_all_of_it() -
     )
 
 
-@pytest.mark.parametrize("kind", sorted(CHECKS.keys() - WHOLE_TEXT))
+CHECKS = [name for name, model in KINDS.items() if not (model.asks_the_judge or model.reads_whole_texts)]
+
+
+@pytest.mark.parametrize("kind", CHECKS)
 def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr(
-        "flywheel.judge.rubric.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or (1.0, "")}
-    )
-    value = "1" if KINDS[kind].needs_value else ""
-    options = {"weight": -1} if KINDS[kind].finds_fault is True else {}
-    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, value, **options)
+    given: list[Exchange] = []
+    monkeypatch.setattr(KINDS[kind], "decide", lambda _, exchange, __: given.append(exchange) or (1.0, ""))
+    value = {"value": "1"} if KINDS[kind].model_fields["value"].is_required() else {}
+    weight = -1 if kind in ("redundant-call", "timeout") else 1
+    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, **value, weight=weight)
     assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [
         (MAX_CHARACTERS + 1, MAX_CHARACTERS + 1)
     ]

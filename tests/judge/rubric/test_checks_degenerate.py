@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.degenerate import find_loop
+from flywheel.judge.rubric.checks.degenerate import Degenerate, find_loop
 from flywheel.judge.rubric.text import split
 from flywheel.records.verdict import CriterionResult, Exchange
 from tests.cases import for_each
 from tests.judge.legitimate import LEGITIMATE
 from tests.judge.rubric.degenerate_texts import BROKEN, LOOPS, TOOL_TEXTS
 
-CRITERION = Criterion(id="sound", type="degenerate", required=True)
+CRITERION = Degenerate(id="sound", required=True)
 
 
 def checked(answer: str) -> CriterionResult:

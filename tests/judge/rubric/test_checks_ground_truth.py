@@ -11,7 +11,7 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric import CRITERION
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import contradictions, parse_rubric, read_rubric
 from flywheel.records.trace import ChatMessage
@@ -32,7 +32,7 @@ def of_task(truth: Any) -> dict[str, Any]:
 
 
 def result(kind: str, *steps: tuple[ChatMessage, ...], truth: Any = TRUTH, **options: Any) -> CriterionResult:
-    criterion = Criterion.model_validate({"id": "c", "type": kind, **options})
+    criterion = CRITERION.validate_python({"id": "c", "type": kind, **options})
     trajectory: tuple[ChatMessage, ...] = sum(steps, ())
     found, same = (
         check(criterion, Exchange("q", "7", trajectory=trajectory, line=line))
@@ -135,7 +135,7 @@ def test_checks_alone_accept_and_reject_without_a_judge() -> None:
 
 
 def test_math_equal_compares_with_the_answer_of_the_ground_truth() -> None:
-    criterion = Criterion.model_validate({"id": "c", "type": "math-equal"})
+    criterion = CRITERION.validate_python({"id": "c", "type": "math-equal"})
 
     def passes(line: dict[str, Any], **more: Any) -> bool:
         return check(criterion, Exchange("q", r"\boxed{7}", line=line, **more)).passed

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 
-from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.checks import check
+from flywheel.judge.rubric.checks.language import Language
 from flywheel.records.verdict import CriterionResult, Exchange
 from tests.cases import for_each
 from tests.judge.legitimate import LEGITIMATE
@@ -50,7 +50,7 @@ ANSWERS = {
 
 
 def checked(query: str, answer: str, value: str = "") -> CriterionResult:
-    return check(Criterion(id="language", type="language", value=value), Exchange(query, answer))
+    return check(Language(id="language", value=value), Exchange(query, answer))
 
 
 @for_each("code", QUESTIONS)

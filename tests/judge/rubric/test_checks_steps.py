@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric import CRITERION
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.records.trace import ChatMessage
@@ -26,7 +26,7 @@ def result(
     options = {"max": more.pop("max")} if "max" in more else {}
     raw = {"id": "c", "type": kind, "value": value, "weight": -1 if is_penalty else 1, **options}
     exchange = Exchange("q", answer, trajectory=sum(steps, ()), **more)
-    return check(Criterion.model_validate(raw), exchange)
+    return check(CRITERION.validate_python(raw), exchange)
 
 
 def with_errors(*errors: str, **metadata: str) -> dict[str, Any]:

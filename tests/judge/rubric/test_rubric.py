@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.file import load_rubric, parse_rubric, read_rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system import files
 
@@ -34,10 +34,10 @@ YES = {"id": "a", "value": "It is so."}
         ({"id": "r", "criteria": [{"id": "a", "type": "rgx", "value": "x"}]}, r"criteria\.0\.type"),
         ({"id": "r", "criteria": [{**YES, "weight": -1}]}, "no criterion has a positive weight"),
         ({"id": "r"}, "no criterion has a positive weight"),
-        ({"id": "r", "criteria": [{"id": "a"}]}, "must be a text"),
-        ({"id": "r", "criteria": [{"id": "a", "type": "min-length", "value": "long"}]}, "number of characters"),
+        ({"id": "r", "criteria": [{"id": "a"}]}, r"`criteria\.0\.value`: it is required"),
+        ({"id": "r", "criteria": [{"id": "a", "type": "min-length", "value": "long"}]}, "must be a whole number"),
         ({"id": "r", "criteria": [{**YES, "choices": ["one"]}]}, "at least two"),
-        ({"id": "r", "criteria": [{**YES, "choices": {"bad": 0, "good": 2}}]}, "in 0…1"),
+        ({"id": "r", "criteria": [{**YES, "choices": {"bad": 0, "good": 2}}]}, "it must be 1 or less"),
         ({"id": "r", "criteria": [{**YES, "choices": {"Yes": 0, "yes": 1}}]}, "upper and lower case"),
         ({"id": "r", "criteria": [{**YES, "choices": [" good", "good"]}]}, "white space"),
         ({"id": "r", "criteria": [{**YES, "choices": ["", "good"]}]}, "white space"),
@@ -101,8 +101,20 @@ def test_an_unquoted_yes_or_no_stays_a_word(tmp_path: Path, choices: str) -> Non
 )
 def test_a_check_costs_no_call(kind: str, value: str | int, answer: str, passed: bool) -> None:
     steps = ({"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},)
-    criterion = Criterion.model_validate({"id": "a", "type": kind, "value": value})
+    criterion = CRITERION.validate_python({"id": "a", "type": kind, "value": value})
     assert check(criterion, Exchange("q", answer, trajectory=steps)).passed is passed
+
+
+def test_a_file_is_validated_once_however_many_problems_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated = []
+    whole = Rubric.model_validate
+    monkeypatch.setattr(Rubric, "model_validate", lambda raw: validated.append(raw) or whole(raw))
+    wrong = [{"id": f"c{n}", "type": "regex", "value": "(", "weight": "much", "colour": n} for n in range(30)]
+    (tmp_path / "r.yaml").write_text(json.dumps({"id": "r", "criteria": [*wrong, YES], "judge": {"repeats": 0}}))
+    assert len(read_rubric(tmp_path / "r.yaml").problems) == 3 * len(wrong) + 1
+    assert len(validated) == 1
 
 
 def test_a_sum_that_reaches_the_threshold_but_for_the_last_bit_passes() -> None:

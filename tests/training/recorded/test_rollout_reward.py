@@ -15,7 +15,7 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, parse_sections
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.python_check import task_line
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
@@ -60,7 +60,7 @@ def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace
 
 
 def value(shown: Exchange, kind: str, **options: Any) -> float:
-    return check(Criterion.model_validate({"id": "c", "type": kind, **options}), shown).value
+    return check(CRITERION.validate_python({"id": "c", "type": kind, **options}), shown).value
 
 
 UNKNOWN, BROKEN = call("divide", {"a": 1}), call("add", "{")

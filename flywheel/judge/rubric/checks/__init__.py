@@ -1,87 +1,20 @@
-"""Checks: criteria that code decides without a call to the judge, by type.
-
-Those of patterns, texts and lengths are here, the others in modules of their own.
-"""
+"""Checks: criteria that code decides without a call to the judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Final
-
-import regex
+from typing import TYPE_CHECKING, Final
 
 from flywheel.errors import CheckError, CostlyCheckError
-from flywheel.judge.rubric.checks.call_format import check_call_format
-from flywheel.judge.rubric.checks.degenerate import check_degenerate
-from flywheel.judge.rubric.checks.ground_truth import check_expected_tools, check_optimal_steps
-from flywheel.judge.rubric.checks.json_schema import check_json_schema
-from flywheel.judge.rubric.checks.language import check_language
-from flywheel.judge.rubric.checks.math_equal import check_math_equal
-from flywheel.judge.rubric.checks.python_check import check_python_function
-from flywheel.judge.rubric.checks.tool_calls import (
-    check_no_error,
-    check_redundant_call,
-    check_step_efficiency,
-    check_timeout,
-    check_tool_called,
-    check_tool_sequence,
-)
-from flywheel.judge.rubric.rubric import Criterion, Rubric
-from flywheel.judge.rubric.text import normal_forms, search, trimmed, visible
 from flywheel.records.verdict import CriterionResult, Exchange
 
-Check = Callable[[Criterion, Exchange, Rubric | None], tuple[float, str]]
-"""Returns how far the criterion is met (0…1) and the reason. Raises CheckError if it cannot be decided."""
+if TYPE_CHECKING:
+    from flywheel.judge.rubric.criterion import Criterion
+    from flywheel.judge.rubric.rubric import Rubric
 
-
-def _check_pattern(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    found = search(str(criterion.value), normal_forms(exchange.answer), regex.DOTALL)
-    return found == (criterion.type == "regex"), f"the pattern is {'found' if found else 'not found'}"
-
-
-def _check_contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    wanted = tuple(normal_forms(str(criterion.value)))
-    found = any(form in text for text in normal_forms(exchange.answer) for form in wanted)
-    return found, f"the text is {'found' if found else 'not found'}"
-
-
-def _check_length(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    limit = int(str(criterion.value))
-    is_minimum = criterion.type == "min-length"
-    length = len((visible if is_minimum else trimmed)(exchange.answer))
-    return length >= limit if is_minimum else length <= limit, f"{length} characters"
-
-
-CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
-    {
-        "regex": _check_pattern,
-        "not-regex": _check_pattern,
-        "contains": _check_contains,
-        "min-length": _check_length,
-        "max-length": _check_length,
-        "language": check_language,
-        "json-schema": check_json_schema,
-        "math-equal": check_math_equal,
-        "tool-called": check_tool_called,
-        "tool-sequence": check_tool_sequence,
-        "expected-tools": check_expected_tools,
-        "optimal-steps": check_optimal_steps,
-        "no-error-span": check_no_error,
-        "redundant-call": check_redundant_call,
-        "step-efficiency": check_step_efficiency,
-        "call-format": check_call_format,
-        "timeout": check_timeout,
-        "degenerate": check_degenerate,
-        "python": check_python_function,
-    }
-)
-WHOLE_TEXT: Final = frozenset({"min-length", "max-length", "json-schema", "python"})
-"""Checks that get the whole texts: a part has another length, half a JSON text is invalid, and users' functions get
-the task as it is."""
 MAX_CHARACTERS: Final = 200_000
-"""The other checks see at most this many characters of the question and of the answer, which bounds their time."""
+"""Most checks see at most this many characters of the question and of the answer, which bounds their time."""
 
 
 def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None) -> CriterionResult:
@@ -90,7 +23,7 @@ def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None
     Raises CheckError if it cannot be decided: no reference or ground truth, a pattern that runs too long, a function
     that raises.
     """
-    if criterion.type not in WHOLE_TEXT and max(len(exchange.query), len(exchange.answer)) > MAX_CHARACTERS:
+    if not criterion.reads_whole_texts and max(len(exchange.query), len(exchange.answer)) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         query, answer = (
             text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n{text[-half:]}"
@@ -98,7 +31,7 @@ def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None
         )
         exchange = replace(exchange, query=query, answer=answer)
     try:
-        score, reason = CHECKS[criterion.type](criterion, exchange, rubric)
+        score, reason = criterion.decide(exchange, rubric.files if rubric is not None else {})
     except TimeoutError as error:
         hint = "Rewrite nested repetitions such as (a+)+ so that there is one way to match."
         raise CheckError(f"decide criterion {criterion.id}", f"its pattern {error}", hint) from None
@@ -130,11 +63,3 @@ def fails_required(rubric: Rubric, results: Iterable[CriterionResult]) -> bool:
     """Whether a required criterion failed."""
     failed = {result.criterion for result in results if not result.passed}
     return bool(failed) and any(criterion.required and criterion.id in failed for criterion in rubric.every)
-
-
-def ask_the_judge(rubric: Rubric, exchange: Exchange) -> bool:
-    """Whether the judge must be asked: it has criteria, and no required check failed and none raised."""
-    try:
-        return bool(rubric.asked) and not fails_required(rubric, check_all(rubric, exchange))
-    except CheckError:
-        return False

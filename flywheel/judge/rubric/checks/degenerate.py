@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from flywheel.judge.rubric.rubric import Criterion, Rubric
+from flywheel.judge.rubric.criterion import Criterion, Files, Reward
 from flywheel.judge.rubric.text import split
 from flywheel.records.verdict import Exchange
 
@@ -50,10 +50,16 @@ class RepeatedRun(NamedTuple):
     """Characters of all repetitions together."""
 
 
-def check_degenerate(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    prose, code = split(exchange.answer)
-    problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
-    return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
+class Degenerate(Criterion):
+    """The answer is not degenerate: no loop, no malformed tool call, no broken encoding."""
+
+    type: Literal["degenerate"] = "degenerate"
+    weight: Reward = 1.0
+
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
+        prose, code = split(exchange.answer)
+        problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
+        return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
 
 
 LONGEST: Final = 200_000

@@ -6,18 +6,30 @@ is in the expected language, the question's language is as clear, and the questi
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import unicodedata
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from flywheel.judge.rubric.rubric import LANGUAGES, QUERY, Criterion, Rubric, language_code
+from pydantic import WithJsonSchema
+
+from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Files, checked
 from flywheel.judge.rubric.text import words_only
 from flywheel.records.verdict import Exchange
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
+LANGUAGES: Final[Mapping[str, list[str]]] = json.loads(
+    Path(__file__).parents[1].joinpath("language_names.json").read_text(encoding="utf-8")
+)
+"""By ISO 639-1 code the English name of a language, then stems of its own name and of its names in neighbouring
+languages."""
+QUERY: Final = "query"
+"""The `value` that expects the language of the question."""
 MIN_LETTERS: Final = 40
 """Letters that suffice to identify a language; a letter of a script of syllables or words counts as three."""
 CERTAIN: Final = 0.98
@@ -58,30 +70,49 @@ _identifier: Final[list[LanguageIdentifier]] = []
 _identifier_lock = threading.Lock()
 
 
-def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    answer = words_only(exchange.answer)
-    if _count_letters(answer) < MIN_LETTERS:
-        return True, "the answer is too short to tell its language"
-    named = str(criterion.value) or QUERY
-    if named != QUERY:
-        wanted = language_code(named) or named
-    else:
-        question = words_only(exchange.query)
-        ranking = _rank(question)
-        wanted = ranking[0][0]
-        if _count_letters(question) < MIN_LETTERS / 2 or _probability(ranking, wanted) < CERTAIN:
-            return True, "the language of the question is not clear"
-        if _names_another_language(exchange.query, wanted):
-            return True, "the question names a language"
-    ranking = _rank(answer)
-    found = ranking[0][0]
-    is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
-    wanted_name, found_name = (LANGUAGES.get(code, [code])[0] for code in (wanted, found))
-    if found in _ALIKE.get(wanted, {wanted}) or not is_clear:
-        return True, f"the answer is in {wanted_name}, as far as can be told"
-    if _has_part_in(answer, wanted):
-        return True, f"a part of the answer is in {wanted_name}"
-    return False, f"the answer is in {found_name}, not in {wanted_name}"
+def language_code(name: str) -> str | None:
+    """The code of a language by its code (`de`, `de-AT`), English name or own name; None if it is unknown."""
+    name = name.strip().casefold()
+    if (code := name.replace("_", "-").partition("-")[0]) in LANGUAGES:
+        return code
+    return next((code for code, names in LANGUAGES.items() if name in map(str.casefold, names)), None)
+
+
+def _check_language(value: Any) -> None:
+    if value != QUERY and (not isinstance(value, str) or language_code(value) is None):
+        raise ValueError(f"it must be `{QUERY}`, or a language by its English name or ISO 639 code, not {value!r}")
+
+
+class Language(Criterion):
+    """The answer is in the language of the question, or in this one."""
+
+    type: Literal["language"] = "language"
+    value: Annotated[str, checked(_check_language, optional=True), WithJsonSchema(A_TEXT)] = ""
+
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
+        answer = words_only(exchange.answer)
+        if _count_letters(answer) < MIN_LETTERS:
+            return True, "the answer is too short to tell its language"
+        named = self.value or QUERY
+        if named != QUERY:
+            wanted = language_code(named) or named
+        else:
+            question = words_only(exchange.query)
+            ranking = _rank(question)
+            wanted = ranking[0][0]
+            if _count_letters(question) < MIN_LETTERS / 2 or _probability(ranking, wanted) < CERTAIN:
+                return True, "the language of the question is not clear"
+            if _names_another_language(exchange.query, wanted):
+                return True, "the question names a language"
+        ranking = _rank(answer)
+        found = ranking[0][0]
+        is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
+        wanted_name, found_name = (LANGUAGES.get(code, [code])[0] for code in (wanted, found))
+        if found in _ALIKE.get(wanted, {wanted}) or not is_clear:
+            return True, f"the answer is in {wanted_name}, as far as can be told"
+        if _has_part_in(answer, wanted):
+            return True, f"a part of the answer is in {wanted_name}"
+        return False, f"the answer is in {found_name}, not in {wanted_name}"
 
 
 def _rank(text: str) -> list[tuple[str, float]]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import resource
 from contextlib import suppress
-from typing import Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric.rubric import Criterion, Rubric
+from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Example, Files, checked, invalid
 from flywheel.judge.rubric.text import visible
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.trace import get_path
@@ -64,22 +67,75 @@ def right_answer(text: str) -> str:
     return next(filter(None, reversed(found)), "") if found else text
 
 
-def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    wanted = _reference(criterion, exchange)
-    given = boxed(exchange.answer)
-    if given is None:
-        return False, "the answer has no \\boxed{…}"
-    given, wanted = (visible(text).translate(_HALF_WIDTH) for text in (given, wanted))
-    if not given or len(given) > MAX_CHARACTERS:
-        return False, "the answer's \\boxed{…} holds no result"
-    is_equal: bool | None = _is_same_text(given, wanted) or _compare(*map(_plain, (given, wanted)))
-    if is_equal is None:
+def _check_reference(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        raise ValueError("it must be the right answer, a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("it must be a finite number")
+
+
+_REFERENCE: Final = {"anyOf": [A_TEXT, {"type": "number"}]}
+
+
+class MathEqual(Criterion):
+    """The last \\boxed{…} of the answer equals the reference."""
+
+    type: Literal["math-equal"] = "math-equal"
+    value: Annotated[str | int | float, checked(_check_reference, optional=True), WithJsonSchema(_REFERENCE)] = ""
+    reference: Annotated[
+        str | None, Field(coerce_numbers_to_str=True), WithJsonSchema({"type": ["string", "number"]})
+    ] = Field(default=None, exclude_if=lambda value: value is None)
+    """The right answer; the same as its `value`. Default: the task's `metadata.reference`."""
+
+    @field_validator("reference")
+    @classmethod
+    def _is_given_once(cls, reference: str | None, info: ValidationInfo) -> str | None:
+        if reference is not None and not (reference.strip() and info.data.get("value", "") == ""):
+            raise invalid("give the reference once: as `value` or as `reference`")
+        return reference
+
+    @property
+    def right_answer(self) -> str:
+        """The reference of the rubric; empty if it has none."""
+        return self.reference or str(self.value)
+
+    def is_decided(self, example: Example) -> bool:
+        return bool(self.right_answer or example.reference or (example.ground_truth or {}).get("answer"))
+
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
+        wanted = self._reference(exchange)
+        given = boxed(exchange.answer)
+        if given is None:
+            return False, "the answer has no \\boxed{…}"
+        given, wanted = (visible(text).translate(_HALF_WIDTH) for text in (given, wanted))
+        if not given or len(given) > MAX_CHARACTERS:
+            return False, "the answer's \\boxed{…} holds no result"
+        is_equal: bool | None = _is_same_text(given, wanted) or _compare(*map(_plain, (given, wanted)))
+        if is_equal is None:
+            compared = f"comparing {given[:80]!r} with {wanted[:80]!r}"
+            raise CheckError(
+                f"decide criterion {self.id}",
+                f"{compared} took more than {TIMEOUT_SECONDS:g} s or too much memory",
+                "The task is judged again later.",
+            )
+        return is_equal, f"{given[:80]} {'equals' if is_equal else 'is not'} {wanted[:80]}"
+
+    def _reference(self, exchange: Exchange) -> str:
+        """The right answer: the rubric's, the task's, or the accepted answer that a rollout is compared with.
+
+        Raises CheckError without one.
+        """
+        line = exchange.line
+        recorded = (get_path(line, "metadata", "reference"), get_path(raw_ground_truth(line), "answer"))
+        for given in (self.right_answer, *recorded, exchange.reference):
+            text = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+            if wanted := right_answer(text).strip().strip("$").strip():
+                return wanted[:MAX_CHARACTERS]
         raise CheckError(
-            f"decide criterion {criterion.id}",
-            f"comparing {given[:80]!r} with {wanted[:80]!r} took more than {TIMEOUT_SECONDS:g} s or too much memory",
-            "The task is judged again later.",
+            f"decide criterion {self.id}",
+            "there is no reference answer",
+            "Give the task a metadata.reference, or the criterion a value.",
         )
-    return is_equal, f"{given[:80]} {'equals' if is_equal else 'is not'} {wanted[:80]}"
 
 
 def _is_same_text(given: str, wanted: str) -> bool:
@@ -110,24 +166,6 @@ def _verified(given: str, wanted: str, seconds: int | None = None) -> bool:
         return all(parsed) and bool(verify(parsed[1], parsed[0], timeout_seconds=seconds))
     except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
         return False
-
-
-def _reference(criterion: Criterion, exchange: Exchange) -> str:
-    """The right answer: the rubric's, the task's, or the accepted answer that a rollout is compared with.
-
-    Raises CheckError without one.
-    """
-    line = exchange.line
-    recorded = (get_path(line, "metadata", "reference"), get_path(raw_ground_truth(line), "answer"))
-    for given in (criterion.right_answer, *recorded, exchange.reference):
-        text = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
-        if wanted := right_answer(text).strip().strip("$").strip():
-            return wanted[:MAX_CHARACTERS]
-    raise CheckError(
-        f"decide criterion {criterion.id}",
-        "there is no reference answer",
-        "Give the task a metadata.reference, or the criterion a value.",
-    )
 
 
 _children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)

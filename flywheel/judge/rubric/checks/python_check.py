@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import orjson
+from pydantic import Field, WithJsonSchema, field_validator
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks.tool_calls import calls_of
-from flywheel.judge.rubric.rubric import Criterion, Rubric, UsedFile
+from flywheel.judge.rubric.criterion import Criterion, Files, UsedFile, checked, invalid
 from flywheel.records.verdict import Exchange
 from flywheel.system.user_code import FunctionError, PythonProcess, function_of
 
@@ -26,23 +27,58 @@ MAX_PROCESSES: Final = 8
 """Processes per function: calls that wait for something outside run side by side."""
 
 
-def check_python_function(criterion: Criterion, exchange: Exchange, rubric: Rubric | None) -> tuple[float, str]:
-    name = str(criterion.value).rpartition(":")[2]
-    attempted = f"decide criterion {criterion.id} by {criterion.value}"
-    if rubric is None or criterion.file not in rubric.files:
-        raise CheckError(attempted, "its file was not read", "Read the rubric from a file.")
-    try:
-        returned = load(rubric.files[criterion.file], name)(task_line(exchange))
-        value = returned.value
-        if value is None or math.isnan(value) or not 0 <= value <= 1:
-            raise FunctionError(
-                f"{name} must return a bool, a number in 0…1, or one of them and a reason, not {returned.shown}"
-            )
-    except ConfigError as error:
-        raise CheckError(attempted, error.why, error.hint) from error
-    except FunctionError as error:
-        raise CheckError(attempted, str(error), "Correct the function; the task is judged again later.") from error
-    return value, f"{name} returned {returned.shown}" if returned.reason is None else returned.reason
+def _check_function(value: Any) -> None:
+    path, _, name = str(value).rpartition(":")
+    if not isinstance(value, str) or not path.strip() or not name.isidentifier():
+        raise ValueError("it must be `path:function`, such as `checks.py:is_polite`")
+
+
+_FUNCTION: Final = {"type": "string", "pattern": r"^.*\S.*:\w+$"}
+
+
+class Python(Criterion):
+    """A function of your own decides."""
+
+    type: Literal["python"] = "python"
+    value: Annotated[str, checked(_check_function), WithJsonSchema(_FUNCTION)]
+    files: list[str] | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Files that the function reads, relative to the rubric: another content makes another rubric."""
+    reads_whole_texts: ClassVar = True
+
+    @field_validator("files")
+    @classmethod
+    def _lists_files(cls, files: list[str] | None) -> list[str] | None:
+        if files is not None and not all(name.strip() for name in files or [""]):
+            raise invalid("it lists no file")
+        return files
+
+    @property
+    def file(self) -> str:
+        return self.value.rpartition(":")[0]
+
+    @property
+    def function(self) -> str:
+        return self.value.rpartition(":")[2]
+
+    def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
+        attempted = f"decide criterion {self.id} by {self.value}"
+        if self.file not in files:
+            raise CheckError(attempted, "its file was not read", "Read the rubric from a file.")
+        try:
+            returned = load(files[self.file], self.function)(task_line(exchange))
+            value = returned.value
+            if value is None or math.isnan(value) or not 0 <= value <= 1:
+                raise FunctionError(
+                    f"{self.function} must return a bool, a number in 0…1, or one of them and a reason, not"
+                    f" {returned.shown}"
+                )
+        except ConfigError as error:
+            raise CheckError(attempted, error.why, error.hint) from error
+        except FunctionError as error:
+            raise CheckError(
+                attempted, str(error), "Correct the function; the task is judged again later."
+            ) from error
+        return value, f"{self.function} returned {returned.shown}" if returned.reason is None else returned.reason
 
 
 @lru_cache(maxsize=16)
