@@ -72,7 +72,7 @@ _KEY_NAMED: Final = re.compile(
     r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s{1,3}is|\s{0,3}[:=：]|\s{1,3})[\s\"'“`]{0,4}"
     r"(?P<key>[A-Za-z0-9_+/=.~-]{20,200})")
 _PHONE: Final = re.compile(
-    rf"(?<![{_LATIN}.,/+-])(?:(?P<plus>\+|00(?=[1-9]))[0-9]|\(\+?[0-9]|[0-9])"
+    rf"(?<![{_LATIN}.,/+-])(?:(?P<foreign>\(?\+|00(?=[1-9]))|\(?)[0-9]"
     rf"(?:[ ().\-\u2010-\u2015/]{{0,3}}[0-9]){{6,16}}(?![{_LATIN}%])(?!(?:[.,:/-]|\s?[*/=+^×÷])\s?[0-9])")
 # fmt: on
 _NEAR_A_PHONE: Final = re.compile(
@@ -90,11 +90,12 @@ _NEAR_ANOTHER: Final = re.compile(
 _SSN: Final = re.compile(rf"(?<![{_LATIN}.,/+-])\d{{3}}([ -])\d{{2}}\1\d{{4}}(?![{_LATIN}-])(?![.,]\d)", re.A)
 _NEAR_AN_SSN: Final = re.compile(r"(?i)\b(?:ssn|social[ -]security)\b[^\d\n]{0,25}$")
 _CALCULATED: Final = re.compile(r"(?:[*/^×÷=]|(?<=[\d)\w]) ?[+-]) ?$")
+MAX_DIGITS: Final = 15
+"""Of a phone number, with the country code (ITU-T E.164)."""
 _DATE: Final = re.compile(
     r"\d{4}([-./ ])\d{1,2}\1\d{1,2}(?:[ T.-]?\d{0,6}.*)?"
     r"|\d{1,2}([-./])\d{1,2}\2\d{4}.*|(?:19|20)\d{2}[- ]+(?:19|20)\d{2}"
 )
-_GROUPED: Final = re.compile(r"\(?\d{2,5}\)?[ ./-]{1,3}\d{2,5}(?:[ .-]\d{2,6}){0,3}|0\d{1,5}[ /-]\d{4,10}")
 
 
 def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -> list[Piece]:
@@ -210,46 +211,33 @@ def _ssns(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
 
 def _phones(text: str, regions: Sequence[str]) -> Iterator[Piece]:
     for found in _PHONE.finditer(text):
-        before = text[max(0, found.start() - 40) : found.start()]
-        if not _CALCULATED.search(before) and _is_phone(found[0], bool(found["plus"]), before, regions):
+        piece, before = found[0], text[max(0, found.start() - 40) : found.start()]
+        named, countries = bool(_NEAR_A_PHONE.search(before)), regions
+        if found["foreign"]:
+            countries = ["GB"]  # or any other country in which 00 means what + means
+        elif _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before) or (not named and _SSN.fullmatch(piece)):
+            continue
+        elif not named and piece.isdigit():
+            # Digits without separators count only where mobile numbers have a recognisable form.
+            countries = ["CN"] if "CN" in regions and len(piece) == 11 and piece.startswith("1") else []
+        if sum(map(str.isdigit, piece)) > MAX_DIGITS or _CALCULATED.search(before):
+            continue
+        if any(_is_phone(piece, country, named or "+" in piece) for country in countries):
             yield Piece("phone", found.start(), found.end())
 
 
-def _is_phone(piece: str, international: bool, before: str, regions: Sequence[str]) -> bool:
-    import phonenumbers
-
-    if international or piece.startswith("(+"):
-        number = "+" + re.sub(r"\D", "", piece).removeprefix("00" if piece.startswith("00") else "")
-        # Possible suffices: numbering plans grow, and example numbers ("555") are in none.
-        return _parses(number, None, strict=piece.startswith("00") and not _NEAR_A_PHONE.search(before))
-    if _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before):
-        return False
-    named = bool(_NEAR_A_PHONE.search(before))
-    if named:
-        return any(_parses(piece, region, strict=False) for region in regions)
-    digits = re.sub(r"\D", "", piece)
-    if _SSN.fullmatch(piece):
-        return False
-    if digits == piece:
-        # Digits without separators count only where mobile numbers have a recognisable form.
-        mobile = phonenumbers.PhoneNumberType.MOBILE
-        return "CN" in regions and len(digits) == 11 and _parses(piece, "CN", strict=True, kind=mobile)
-    return bool(_GROUPED.fullmatch(piece)) and any(_parses(piece, region, strict=True) for region in regions)
-
-
-def _parses(piece: str, region: str | None, *, strict: bool, kind: int | None = None) -> bool:
+def _is_phone(piece: str, country: str, is_likely: bool) -> bool:
     import phonenumbers
 
     try:
-        number = phonenumbers.parse(piece, region)
+        number = phonenumbers.parse(piece, country)
     except phonenumbers.NumberParseException:
         return False
-    if kind is not None and phonenumbers.number_type(number) != kind:
-        return False
-    if strict:
-        return bool(phonenumbers.is_valid_number(number))
-    possible = phonenumbers.ValidationResult.IS_POSSIBLE
-    return bool(phonenumbers.is_possible_number_with_reason(number) == possible)
+    if is_likely:
+        # Numbering plans grow, and example numbers ("555") are in none.
+        return phonenumbers.is_possible_number(number)
+    matcher = phonenumbers.PhoneNumberMatcher(piece, country, phonenumbers.Leniency.STRICT_GROUPING)
+    return phonenumbers.is_valid_number(number) and matcher.has_next()  # the first takes a fraction of the second
 
 
 _FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Piece]]]] = {
