@@ -10,7 +10,7 @@ import json
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
-from flywheel.system.limited_call import CallError, CostlyCallError, call_in_child
+from flywheel.system.limited_call import CostlyCallError, FunctionError, call_in_child
 
 MAX_KNOWN: Final = 256
 """Schemas that a child keeps."""
@@ -21,43 +21,33 @@ _costly: Final[dict[str, str]] = {}
 """The schemas that exceeded the limits, by their hashes, with the error."""
 
 
-class SchemaError(Exception):
-    """A schema that cannot be used; the text says why."""
-
-
-class CostlySchemaError(SchemaError):
-    """A schema that exceeds the limits."""
-
-
 def problems(schema: Any, values: list[Any], *, remember: bool = True) -> list[str]:
     """What is wrong with each value, and where; empty where nothing is.
 
     Nothing is fetched. Without `remember`, the schema is used again after it has exceeded the limits. Raises
-    SchemaError and CostlySchemaError.
+    CostlyCallError then, and FunctionError for a schema that cannot be used.
     """
     try:
         text = json.dumps(schema, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if remember and digest in _costly:
-            raise CostlySchemaError(_costly[digest])
+            raise CostlyCallError(_costly[digest])
         return list(call_in_child(problems_here, [text, values]))
     except RecursionError:
-        raise SchemaError("it is nested too deeply") from None
+        raise FunctionError("it is nested too deeply") from None
     except CostlyCallError as error:
         if remember:
             _costly[digest] = str(error)
-        raise CostlySchemaError(str(error)) from None
-    except CallError as error:
-        raise SchemaError(str(error)) from None
+        raise
 
 
 def problems_here(question: tuple[str, list[Any]]) -> list[str]:
-    """The same in this process, of the schema's JSON. Raises CallError."""
+    """The same in this process, of the schema's JSON. Raises FunctionError."""
     schema, values = question
     try:
         return [_problem(_validator(schema), value) for value in values]
     except (ValueError, TypeError, RecursionError) as error:
-        raise CallError(str(error).partition("\n")[0][:MAX_PROBLEM]) from None
+        raise FunctionError(str(error).partition("\n")[0][:MAX_PROBLEM]) from None
 
 
 @lru_cache(maxsize=MAX_KNOWN)

@@ -36,12 +36,12 @@ class Limits:
     """Bytes that the call may take beside what the child has; 0 for any."""
 
 
-class CallError(Exception):
-    """A call failed. A function that raises one chooses the text; of another error, the text begins with its name."""
+class FunctionError(Exception):
+    """A function failed on one value. Of another error, the text begins with its class."""
 
 
-class CostlyCallError(CallError):
-    """A call that exceeds the limits, or ends its process; the text goes on after the name of what was called."""
+class CostlyCallError(FunctionError):
+    """A call exceeded the limits, or ended its process. The text goes on after the name of what was called."""
 
 
 Call = Callable[[Callable[[Any], Any], Any, Limits], Any]
@@ -73,7 +73,7 @@ def call_in_child(
     function: Callable[[Any], Any], value: Any, limits: Limits | None = None, children: Children | None = None
 ) -> Any:
     """What a function of a module returns for a value, in one of `children`; both are values of JSON. Raises
-    CallError, and OSError if no child can be started."""
+    FunctionError, and OSError if no child can be started."""
     limits, children = limits or Limits(), children or _children
     for left in reversed(range(ATTEMPTS if limits.cpu_seconds else 1)):
         with children.child(children.start) as child:
@@ -98,7 +98,7 @@ def _answer(child: ChildProcess, function: Callable[[Any], Any], value: Any, lim
             raise CostlyCallError(f"ran longer than {limits.seconds:g} s, and its process was ended") from None
         raise CostlyCallError(f"ended its process ({error})") from None
     if "error" in answer:
-        raise CallError(answer["error"])
+        raise FunctionError(answer["error"])
     return answer["value"]
 
 
@@ -123,7 +123,7 @@ def main() -> None:
         except (Exception, SystemExit) as error:
             if memory and isinstance(error, MemoryError):
                 os._exit(1)
-            text = str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, FunctionError) else f"{type(error).__name__}: {error}"
             found = json.dumps({"error": text}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

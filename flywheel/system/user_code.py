@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.errors import ConfigError
-from flywheel.system.limited_call import Call, CallError, Children, CostlyCallError, Limits, call_in_child
+from flywheel.system.limited_call import Call, Children, CostlyCallError, FunctionError, Limits, call_in_child
 
 LOAD_SECONDS: Final = 60.0
 """Longest load of a file; some load a model."""
@@ -28,10 +28,6 @@ MAX_SHOWN: Final = 200
 """Characters of a returned value that are shown."""
 MAX_REASON: Final = 10_000
 """Characters of a reason that are kept."""
-
-
-class FunctionError(Exception):
-    """A function failed on one value; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +61,12 @@ class PythonProcess:
             return ReturnedValue(**call_in_child(_called, value, self._limits, self._children))
         except CostlyCallError as error:
             raise FunctionError(f"{self._name} {error}") from None
-        except CallError as error:
-            raise FunctionError(str(error)) from None
 
 
 def _prepare(load: Mapping[str, str], attempted: str, call: Call) -> None:
     try:
         call(_load, load, Limits(LOAD_SECONDS, cpu_seconds=0, memory=0))
-    except CallError as error:
+    except FunctionError as error:
         why = f"it {error}" if isinstance(error, CostlyCallError) else str(error)
         raise ConfigError(attempted, why, "Correct the file.") from None
 
@@ -94,7 +88,7 @@ def function_of(
     """A function of a file's text. Equal arguments share one, as long as somebody holds it. `uses` are names and
     hashes of modules that the file imports: a process that has imported others stays as it is. Raises ConfigError."""
     text = source if isinstance(source, str) else source.decode("utf-8", "surrogateescape")
-    key = hashlib.sha256(json.dumps([text, str(path.absolute()), name, seconds, most, uses]).encode()).hexdigest()
+    key = json.dumps([text, str(path.absolute()), name, seconds, most, uses])
     with _functions_lock:
         function = _functions.get(key)
         if function is None:
@@ -108,7 +102,7 @@ _loaded: Final[list[Callable[..., Any]]] = []
 
 
 def _load(file: Mapping[str, str]) -> None:
-    """In a child: load the function `name` of a file's text. Raises CallError if there is none, and what the text
+    """In a child: load the function `name` of a file's text. Raises FunctionError if there is none, and what the text
     raises."""
     # Modules beside the user's file are compiled anew: no cache beside them, and none that is older than a second.
     sys.dont_write_bytecode = True
@@ -121,7 +115,7 @@ def _load(file: Mapping[str, str]) -> None:
     sys.modules[module.__name__] = module
     exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     if not callable(function := getattr(module, file["name"], None)):
-        raise CallError(f"it has no function {file['name']}")
+        raise FunctionError(f"it has no function {file['name']}")
     _loaded.append(function)
 
 

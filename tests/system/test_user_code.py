@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.system.user_code import FunctionError, PythonProcess, ReturnedValue, function_of
+from flywheel.system.limited_call import FunctionError
+from flywheel.system.user_code import PythonProcess, ReturnedValue, function_of
 from tests.factories.time_limit import runs_out_when
 from tests.factories.user_file import FILE, keep_process
 from tests.waiting import wait_for

@@ -12,7 +12,8 @@ from flywheel.judge.rubric.rubric import INVALID, Criterion, Rubric
 from flywheel.judge.rubric.text import split
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
-from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
+from flywheel.system.json_schema import problems
+from flywheel.system.limited_call import CostlyCallError, FunctionError
 
 
 def check_call_format(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[float, str]:
@@ -49,9 +50,9 @@ def _written(text: str) -> str:
 def _problems(criterion: Criterion, name: str, schema: dict[str, Any], values: list[Any]) -> list[str]:
     try:
         return problems(schema, values)
-    except CostlySchemaError as error:
+    except CostlyCallError as error:
         raise CostlyCheckError(
             f"decide criterion {criterion.id}", f"the schema of the tool {name!r} {error}", "Drop the task."
         ) from None
-    except SchemaError:  # which is no fault of the call
+    except FunctionError:  # which is no fault of the call
         return []

@@ -18,7 +18,7 @@ from flywheel.judge.rubric.text import visible
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
-from flywheel.system.limited_call import CallError, Children, Limits, call_in_child
+from flywheel.system.limited_call import Children, FunctionError, Limits, call_in_child
 
 TIMEOUT_SECONDS: Final = 10.0
 """Longest comparison of two results."""
@@ -132,7 +132,7 @@ def _compare(*texts: str) -> bool | None:
     """Whether two results are equal; None if that cannot be computed within the limits. Raises OSError if no child
     can be started."""
     limits = Limits(TIMEOUT_SECONDS, cpu_seconds=0, memory=MEMORY_BYTES)
-    with suppress(CallError):
+    with suppress(FunctionError):
         return bool(call_in_child(_are_equal, texts, limits, _children))
     return None
 
