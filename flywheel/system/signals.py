@@ -78,34 +78,28 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-    is_ready, is_wanted = threading.Event(), True
+    loop, is_ready = asyncio.new_event_loop(), threading.Event()
+    task = loop.create_task(work)
 
-    async def run() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.set_result((asyncio.get_running_loop(), task))
-        return await work
+    async def outcome() -> T:
+        return await task
 
-    def run_when_ready() -> T:
+    def run() -> T:
         # An interrupt while the thread is started would find nothing that it could cancel.
         is_ready.wait()
-        if not is_wanted:
-            raise asyncio.CancelledError
-        return asyncio.run(run())
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(outcome())
 
     with ThreadPoolExecutor(1, "flywheel-loop") as thread:
         try:
-            ended = thread.submit(run_when_ready)
+            ended = thread.submit(run)
             is_ready.set()
             return ended.result()
         except BaseException:
             if not is_ready.is_set():
-                is_wanted = False
+                task.cancel()
                 is_ready.set()
-                work.close()
-            elif not ended.done():
-                loop, task = begun.result()
+            elif not task.done():
                 loop.call_soon_threadsafe(task.cancel)
             raise
 
