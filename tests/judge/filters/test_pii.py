@@ -155,6 +155,11 @@ def test_only_the_kinds_that_are_asked_for() -> None:
     assert [found.kind for found in allowing] == ["phone"]
 
 
+@pytest.mark.parametrize("text", ["+44 20 7946 0958", "(+49) 30 901820", "0049 30 901820"])
+def test_a_number_with_a_country_code_needs_no_region(text: str) -> None:
+    assert [found.kind for found in find(f"It is {text}.")] == ["phone"]
+
+
 def test_every_place_of_a_line_is_redacted_and_the_same_piece_alike() -> None:
     mail, card = "bob@example.com", "4111 1111 1111 1111"
     arguments = json.dumps({"to": mail, "phone": 13800138000})
