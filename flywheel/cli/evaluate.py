@@ -267,7 +267,7 @@ async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:
     from flywheel.cli import progress_bars
     from flywheel.daemon.judging.judging_report import cost_of
     from flywheel.judge.usage import UsageFile
-    from flywheel.system.signals import StopSignals
+    from flywheel.system.signals import unless_cancelled
 
     if evaluation.is_known and not quiet:
         complain(f"{evaluation.model.name}: measured before, in {short_path(str(evaluation.directory))}")
@@ -284,15 +284,10 @@ async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:
         cost = cost_of(0, sent, received, prices).price
         return money(cost) if cost is not None else f"{sent + received:,} tokens of the judge"
 
-    async def nothing_more() -> None: ...
-
-    interruption = StopSignals(drain_seconds=0)
     drawing = progress_bars.of_round(evaluation.directory, quiet=quiet, name=evaluation.model.name, more=cost_so_far)
     async with progress_bars.beside(drawing):
-        answers = await interruption.during(evaluation.run(), nothing_more)
-    if answers is None:
-        raise interruption.error(f"evaluate {evaluation.model.name}", "The same command goes on with its answers.")
-    return answers
+        attempted, left = f"evaluate {evaluation.model.name}", "The same command goes on with its answers."
+        return await unless_cancelled(evaluation.run(), attempted, left)
 
 
 @dataclass(frozen=True, slots=True)

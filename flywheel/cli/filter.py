@@ -292,9 +292,6 @@ async def _filter(options: _Options) -> _Judged:
     stop = threading.Event()
     interruption = StopSignals(options.config.daemon.drain_seconds)
 
-    async def halt() -> None:
-        stop.set()
-
     async with _state(options) as store:
         filtering = _filtering(store, options)
         total = await filtering.count(limit=options.limit, rejudge=options.rejudge)
@@ -322,7 +319,7 @@ async def _filter(options: _Options) -> _Judged:
                 step()
 
             judging_all = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
-            report = await interruption.during(judging_all, halt)
+            report = await interruption.during(judging_all, stop.set)
         if warning := await store.read(verdicts.none_accepted, options.config.filter.warn_window):
             complain(f"warning: {warning}")
     if interruption.by is not None:

@@ -417,12 +417,6 @@ def _swap(config: Config, swap: Swap, attempted: str, as_json: bool) -> None:
 
 async def _run_swap(swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
     """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
-    from flywheel.system.signals import StopSignals
+    from flywheel.system.signals import unless_cancelled
 
-    async def nothing_more() -> None: ...
-
-    interruption = StopSignals(drain_seconds=0)
-    result = await interruption.during(swap(), nothing_more)
-    if result is None:
-        raise interruption.error(attempted, "The alias is unchanged; `flywheel status` shows it.")
-    return result
+    return await unless_cancelled(swap(), attempted, "The alias is unchanged; `flywheel status` shows it.")

@@ -158,12 +158,9 @@ def _translated(project: ProjectRoot, file: str, document: YamlDocument, raw: Ma
     path starts."""
     from flywheel.config import Config
     from flywheel.config.agentjet import origins_in
-    from flywheel.config.section import has
 
     origins = {}
     for key, place, is_path in origins_in(raw, Config.model_fields.keys()):
-        if has(raw, key.split(".")) or (key == "sources.path" and "sources" in raw):
-            continue  # Flywheel's own key takes precedence
         line = f"{file}:{document.position(place.split('.'), key=True).line}" if place else "AgentJet's default"
         origins[key] = f"{line}; relative to {project}" if is_path else line
     return origins

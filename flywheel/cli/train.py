@@ -283,18 +283,11 @@ async def _run(spec: RoundSpec, directory: Path, settings: Config, *, quiet: boo
     """Run the round. A signal stops its worker. Raises StoppedError and TrainError."""
     from flywheel.cli import progress_bars
     from flywheel.daemon.file_round import train_on_files
-    from flywheel.system.signals import StopSignals
+    from flywheel.system.signals import unless_cancelled
 
-    async def nothing_more() -> None: ...
-
-    interruption = StopSignals(drain_seconds=0)
+    left = f"The same command goes on with it; its files are in {directory}."
     async with progress_bars.beside(progress_bars.of_round(directory, quiet=quiet)):
-        made = await interruption.during(train_on_files(spec, directory, settings), nothing_more)
-    if made is None:
-        raise interruption.error(
-            f"finish {spec.round_id}", f"The same command goes on with it; its files are in {directory}."
-        )
-    return made
+        return await unless_cancelled(train_on_files(spec, directory, settings), f"finish {spec.round_id}", left)
 
 
 def _copy(adapter: Path, output: Path) -> None:

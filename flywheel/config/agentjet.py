@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
-from flywheel.config.sage import ROOTS, by_name, names_in
-from flywheel.config.section import GivenSetting, leaves, merged, put
+from flywheel.config.sage import READ, ROOTS, by_name, names_in
+from flywheel.config.section import GivenSetting, has, leaves, merged, put
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
@@ -63,11 +63,11 @@ PATHS: Final = frozenset({"sources.path", "ingest.output", "rollout.agent.workfl
 """Flywheel's keys that such a file sets to paths."""
 HUB_NAMES: Final = ("model.base", "sources.dataset.path")
 """Keys that it sets to paths or names of the Hub."""
-_USED: Final = by_name(COPIED | MADE)
+USED: Final = by_name({**COPIED, **MADE, **READ})
 _REFUSED: Final = by_name(REFUSED)
 _BELOW: Final = by_name(COPIED | MADE | UNUSED)
 _ROWS: Final = by_name(OUTSIDE) | _BELOW
-_SECTION_KEYS: Final = [name.rpartition(".")[2] for name in _USED if name.startswith(f"task_reader.{SECTION}.")]
+_SECTION_KEYS: Final = [name.rpartition(".")[2] for name in USED if name.startswith(f"task_reader.{SECTION}.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def from_agentjet(
             log.warning("%s: without effect: %s: `task_reader.type` is %s", shown, place, kind)
         elif key in COPIED:
             put(made, COPIED[key].use, value)
-        elif key not in _USED:
+        elif key not in USED:
             log.warning("%s: without effect: %s: %s", shown, place, _why_unused(key))
     path = made.pop("sources", {}).get("path")
     made["sources"] = _sources_of(reader, kind, path, root, attempted)
@@ -269,17 +269,23 @@ def _lacks(settings: Any, path: Iterable[str]) -> bool:
 
 
 def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
-    """The keys of Flywheel that such a file sets by other names: each with its place in the file (empty: it is
+    """The keys of Flywheel that such a file sets by other names alone: each with its place in the file (empty: it is
     AgentJet's default), and whether it is a relative path."""
+    for use, place, is_path in _origins_in(raw, sections):
+        if not has(raw, use.split(".")) and (use != "sources.path" or "sources" not in raw):
+            yield use, place, is_path
+
+
+def _origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
     for key in assumed_in(raw):
         yield key, "", False
-    for key, value in DASHSCOPE_JUDGE.items():
-        for name in value if isinstance(value, dict) else ("",):
-            yield f"judge.{key}{'.' if name else ''}{name}", "", False
+    for key, _ in leaves(DASHSCOPE_JUDGE, "judge"):
+        yield key, "", False
     kind = _mapping(_settings(raw).get("task_reader")).get("type", TRACING)
     for place, key, value in keys_in(raw, sections):
-        if key in _USED and value is not None and not _is_of_other_reader(key, kind):
-            for use in _USED[key].use.split(", "):
+        option = USED.get(key.removeprefix("rl_config."))
+        if option is not None and option.use and value is not None and not _is_of_other_reader(key, kind):
+            for use in option.use.split(", "):
                 is_path = use in PATHS or (use in HUB_NAMES and not _is_hub_name(value))
                 yield use, place, is_path and _is_relative(value)
 
@@ -373,7 +379,7 @@ def _loops(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str
     if all(given.get(key) is None for key in keys):
         return
     checks, reward = (
-        value if (value := given.get(key)) is not None else _USED[f"rollout.{key}"].default[at]
+        value if (value := given.get(key)) is not None else USED[f"rollout.{key}"].default[at]
         for at, key in enumerate(keys)
     )
     checks = checks if isinstance(checks, list) else [checks]
@@ -389,7 +395,7 @@ def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, 
     if isinstance(every := given.get("save_freq"), int) and every > 0:
         put(made, "training.save_steps", every)
     if {"use_kl_loss", "kl_loss_coef"} & {key for key, value in given.items() if value is not None}:
-        is_used, coefficient = _USED["trainer_common.kl_loss_coef"].default
+        is_used, coefficient = USED["trainer_common.kl_loss_coef"].default
         is_used = given.get("use_kl_loss", is_used)
         put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
     loggers = given.get("logger") or []

@@ -7,12 +7,11 @@ errors. Secrets are never in the file: it names environment variables.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
-from functools import reduce
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,10 +20,12 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from flywheel.config.agentjet import (
     MARKERS,
     SECTION,
+    USED,
     ProjectRoot,
     assumed_in,
     assumptions,
     from_agentjet,
+    origins_in,
     project_root,
 )
 from flywheel.config.deploy import DeploySettings
@@ -41,7 +42,7 @@ from flywheel.config.interpolation import values_of
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.privacy import PrivacySettings
-from flywheel.config.sage import from_sage
+from flywheel.config.sage import ROOTS, from_sage
 from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
@@ -56,7 +57,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
-from flywheel.config.trinity import is_trinitys
+from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded, holds_lines
@@ -224,7 +225,8 @@ class Config(Section):
 
     def is_given(self, key: str) -> bool:
         """Whether a setting, or a part of it, is from the command line (`--set`)."""
-        return is_among(key, self._given)
+        # A key of another program's file names no source by its number.
+        return is_among(key, self._given) or is_among(re.sub(r"\.\d+", "", key), self._given)
 
     @property
     def warnings(self) -> list[str]:
@@ -418,17 +420,11 @@ def parse(
     if settings:
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
-    def translated(values: dict[str, Any]) -> Any:
-        own = from_sage(values, Config.model_fields.keys(), name)
-        has_marker = not MARKERS.isdisjoint(map(str, values))
-        return from_agentjet(own, Config.model_fields.keys(), name, file) if has_marker else own
-
-    own = translated(whole)
-    keys = set[str]()
-    for setting in settings:
-        others = reduce(lambda values, other: other.put_into(values), (s for s in settings if s is not setting), raw)
-        keys |= _own_keys(setting, others, whole, own, translated)
+    keys = {key for setting in settings for key in _own_keys(setting, whole, raw)}
+    own = from_sage(whole, Config.model_fields.keys(), name)
     is_agentjets = not MARKERS.isdisjoint(map(str, whole))
+    if is_agentjets:
+        own = from_agentjet(own, Config.model_fields.keys(), name, file)
     project = project_root(whole, file) if file is not None and is_agentjets else None
     # Translated keys have other names and positions in the file.
     document = document if own is whole else None
@@ -448,7 +444,7 @@ def parse(
     return config
 
 
-def _with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_dataset_paths(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings in which each source with a data set has a path. Raises ConfigError."""
     sources, state = raw.get("sources"), raw.get("state")
     if not isinstance(sources, list):
@@ -467,45 +463,31 @@ def _with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, "sources": made} if made != sources else raw
 
 
-def _own_keys(
-    setting: GivenSetting, raw: Any, whole: Any, own: Any, translated: Callable[[dict[str, Any]], Any]
-) -> set[str]:
-    """Our keys that follow from a given setting of `whole`, which is `raw` with it, and `own` when it is translated.
-    Raises ConfigError for another program's key that has no effect."""
+def _own_keys(setting: GivenSetting, whole: Mapping[str, Any], raw: Mapping[str, Any]) -> set[str]:
+    """Our keys that follow from a given setting of `whole`, which is `raw` with it. Raises ConfigError for another
+    program's key that has no effect, and names ours."""
     key, attempted = setting.key, f"use --set {setting.key}"
-    if key.partition(".")[0] in Config.model_fields:
+    section, _, below = key.partition(".")
+    name = below if section in ROOTS else f"task_reader.{key}" if section == SECTION else key
+    if section in Config.model_fields or (section not in MARKERS and name not in _FOREIGN):
         return {key}
     if f"{SECTION}.filters" in key:
         raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")
-    ours = dict(leaves(own))
-
-    def changed(values: dict[str, Any]) -> set[str] | None:
-        """Our keys that these other values change; None if such values are refused."""
-        try:
-            theirs = dict(leaves(translated(values)))
-        except ConfigError:
-            return None
-        changes = {each for each in ours.keys() | theirs.keys() if ours.get(each, own) != theirs.get(each, own)}
-        # A workflow is given the whole file, with what nobody reads.
-        return {each for each in changes if not each.startswith("rollout.agent.config.")}
-
-    level = logging.root.manager.disable
-    logging.disable()  # what these translations warn of was said
-    try:
-        found, since = changed(GivenSetting(key, _another(setting.value)).put_into(whole)), changed(raw)
-    finally:
-        logging.disable(level)
-    if found == set() and not any(f"{each}.".startswith(f"{key}.") for each, _ in leaves(raw)):
-        # One that the file has may be for the user's workflow.
+    is_possible = section not in MARKERS or section in raw
+    places = {use: place for use, place, _ in origins_in(whole, Config.model_fields.keys()) if is_possible and place}
+    found = {use for use, place in places.items() if is_among(key, {place})}
+    # One that the file has may be for the user's workflow.
+    if not found and not any(is_among(each, {key}) for each, _ in leaves(raw)):
+        close = [name] if name in _FOREIGN else difflib.get_close_matches(name, _FOREIGN, n=1, cutoff=0.8)
+        hint = f"Flywheel's own key for `{close[0]}` is {_FOREIGN[close[0]]}." if close else "Correct it."
         why = "Flywheel does not use this key, and the file does not have it"
-        raise ConfigError(attempted, why, "Correct it; see `flywheel docs configuration`.")
-    return (found or set()) | (since or set())
+        raise ConfigError(attempted, why, f"{hint} See `flywheel docs configuration`.")
+    return found
 
 
-def _another(value: Any) -> Any:
-    """A value of the same type."""
-    if isinstance(value, dict):
-        return {key: _another(inner) for key, inner in value.items()}
-    if isinstance(value, bool):
-        return not value
-    return value + 1 if isinstance(value, int | float) else f"{value}-other" if isinstance(value, str) else None
+_FOREIGN: Final = {
+    name: option.use.replace("sources.", "sources[].")
+    for name, option in {**TRINITY, **USED}.items()
+    if option.use.partition(".")[0] in Config.model_fields
+}
+"""Flywheel's keys, by those of other programs, without their root."""

@@ -178,7 +178,7 @@ EarlierResults = Mapping[tuple[str, str], list[CriterionResult]]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PlannedJudgement:
     """One judgement of a stage: what earlier verdicts say of its criteria, by id, and which must be asked about."""
 
     stage: str
@@ -199,9 +199,9 @@ class Plan:
 
     exchange: Exchange
     checked: tuple[CriterionResult, ...]
-    stages: tuple[tuple[Look, ...], ...]
-    needed: tuple[Look, ...] = ()
-    perhaps: tuple[Look, ...] = ()
+    stages: tuple[tuple[PlannedJudgement, ...], ...]
+    needed: tuple[PlannedJudgement, ...] = ()
+    perhaps: tuple[PlannedJudgement, ...] = ()
     seconds: float = 0.0
 
 
@@ -268,13 +268,13 @@ class Grader:
         if fails_required(self.rubric, checked):
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:
-            return self._verdict(self._judgement(NOT_ASKED, checked, Look(FIRST, {}, ())), [], started)
+            return self._verdict(self._judgement(NOT_ASKED, checked, PlannedJudgement(FIRST, {}, ())), [], started)
         reusable, settings = self._reusable(earlier), self.rubric.judge
-        first = self._looks(FIRST, settings.repeats, reusable)
-        again = self._looks(AGAIN, settings.escalate.repeats, reusable) if settings.escalate else ()
-        needed, perhaps = (tuple(look for look in looks if look.asked) for looks in (first, again))
+        first = self._planned(FIRST, settings.repeats, reusable)
+        again = self._planned(AGAIN, settings.escalate.repeats, reusable) if settings.escalate else ()
+        needed, perhaps = (tuple(planned for planned in stage if planned.asked) for stage in (first, again))
         if not needed:
-            chosen = majority([self._judgement(NOT_ASKED, checked, look) for look in first])
+            chosen = majority([self._judgement(NOT_ASKED, checked, planned) for planned in first])
             needed, perhaps = perhaps if self._is_close(chosen) else (), ()
         plan = Plan(exchange, checked, (first, again), needed, perhaps, time.monotonic() - started)
         return plan if needed else self.finish(plan)
@@ -284,16 +284,16 @@ class Grader:
         started = time.monotonic() - plan.seconds
         judgements: list[Judgement] = []
         chosen, failure = None, None
-        for looks in plan.stages:
-            for look in looks:
+        for stage in plan.stages:
+            for planned in stage:
                 called = NOT_ASKED
-                if look.asked:
+                if planned.asked:
                     # The first call has no seed: without a repetition, nothing has to differ.
-                    called, failure = self._call.run(plan.exchange, look.asked, len(judgements) or None, stop)
-                judgements.append(self._judgement(called, plan.checked, look))
+                    called, failure = self._call.run(plan.exchange, planned.asked, len(judgements) or None, stop)
+                judgements.append(self._judgement(called, plan.checked, planned))
                 if failure is not None:
                     break
-            chosen = majority(judgements[-len(looks) :]) if failure is None else None
+            chosen = majority(judgements[-len(stage) :]) if failure is None else None
             if not self._is_close(chosen):
                 break
         # The cost of earlier calls is recorded with the verdict.
@@ -312,13 +312,13 @@ class Grader:
         plan = self.begin(exchange, earlier)
         if not isinstance(plan, Plan):
             return CallEstimate()
-        wanted = ([each for each in look.asked if self.hashes[each.id] not in asked] for look in plan.needed)
+        wanted = ([each for each in planned.asked if self.hashes[each.id] not in asked] for planned in plan.needed)
         sets = [criteria for criteria in wanted if criteria]
         return CallEstimate(
             sum(len(self._call.groups(criteria)) for criteria in sets),
             sum(map(len, sets)),
             sum(self._call.estimate_tokens(exchange, criteria) for criteria in sets),
-            sum(len(self._call.groups(look.asked)) for look in plan.perhaps),
+            sum(len(self._call.groups(planned.asked)) for planned in plan.perhaps),
         )
 
     def _is_close(self, chosen: Judgement | None) -> bool:
@@ -329,17 +329,19 @@ class Grader:
         lowest, highest = escalate.band
         return lowest <= chosen.score <= highest and not fails_required(self.rubric, chosen.results)
 
-    def _judgement(self, called: Judgement, checked: tuple[CriterionResult, ...], look: Look) -> Judgement:
+    def _judgement(
+        self, called: Judgement, checked: tuple[CriterionResult, ...], planned: PlannedJudgement
+    ) -> Judgement:
         """The judgement of a whole set of results: those of the checks, known ones, and those of the judge."""
         if called.error:
-            return replace(called, results=checked, stage=look.stage)
+            return replace(called, results=checked, stage=planned.stage)
         asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in called.results}
-        every = {**look.known, **asked}
+        every = {**planned.known, **asked}
         results = (*checked, *(every[criterion.id] for criterion in self.rubric.asked))
         score = self.rubric.score({result.criterion: result.value for result in results})
         accepted = score >= self.rubric.threshold and not fails_required(self.rubric, results)
         outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
-        return replace(called, outcome=outcome, score=score, results=results, stage=look.stage)
+        return replace(called, outcome=outcome, score=score, results=results, stage=planned.stage)
 
     def _verdict(
         self, chosen: Judgement, judgements: Sequence[Judgement], started: float, *, unreachable: bool = False
@@ -394,7 +396,7 @@ class Grader:
             reusable |= {key: results for key, results in found.items() if len(results) > len(reusable.get(key, ()))}
         return reusable
 
-    def _looks(self, stage: str, times: int, reusable: EarlierResults) -> tuple[Look, ...]:
+    def _planned(self, stage: str, times: int, reusable: EarlierResults) -> tuple[PlannedJudgement, ...]:
         """The judgements of a stage, one after another."""
         known: list[dict[str, CriterionResult]] = [{} for _ in range(times)]
         for criterion in self.rubric.asked:
@@ -404,7 +406,9 @@ class Grader:
                 passed = criterion.passes(value)
                 each[criterion.id] = replace(result, criterion=criterion.id, value=value, passed=passed)
         asked = self.rubric.asked
-        return tuple(Look(stage, each, tuple(one for one in asked if one.id not in each)) for each in known)
+        return tuple(
+            PlannedJudgement(stage, each, tuple(one for one in asked if one.id not in each)) for each in known
+        )
 
     def close(self) -> None:
         self.client.close()

@@ -34,14 +34,10 @@ def tune_process() -> None:
 
     Every JSONL file of a source stays open, because a file that is moved away is still read to its end.
     """
-    import ctypes
-
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        # Users' functions run as the same user, and could read the keys of this process in /proc.
-        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_ARENA_MAX, ARENAS)
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    # Users' functions run as the same user, and could read the keys of this process in /proc.
+    _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _call("mallopt", _M_ARENA_MAX, ARENAS)
+    _call("mallopt", _M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and descriptors > soft:
@@ -55,11 +51,8 @@ def keep_freed_memory() -> None:
     For a process that allocates the same large blocks again and again: each would otherwise be mapped anew, page by
     page. Nothing without glibc.
     """
-    import ctypes
-
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2 * LARGEST_KEPT_BYTES - 1)
+    _call("mallopt", _M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+    _call("mallopt", _M_TRIM_THRESHOLD, 2 * LARGEST_KEPT_BYTES - 1)
 
 
 def gpus_of_machine() -> int:
@@ -88,10 +81,15 @@ def in_container(root: Path = Path("/")) -> bool:
 
 def trim_malloc() -> None:
     """Return free memory of the C heap to the system. A first ingestion leaves about 80 MB. Nothing without glibc."""
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of the C library, where it has it."""
     import ctypes
 
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    if (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)
 
 
 def tell_systemd(message: str) -> bool:

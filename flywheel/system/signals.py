@@ -78,34 +78,28 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-    is_ready, is_wanted = threading.Event(), True
+    loop, is_ready = asyncio.new_event_loop(), threading.Event()
+    task = loop.create_task(work)
 
-    async def run() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.set_result((asyncio.get_running_loop(), task))
-        return await work
+    async def outcome() -> T:
+        return await task
 
-    def run_when_ready() -> T:
+    def run() -> T:
         # An interrupt while the thread is started would find nothing that it could cancel.
         is_ready.wait()
-        if not is_wanted:
-            raise asyncio.CancelledError
-        return asyncio.run(run())
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(outcome())
 
     with ThreadPoolExecutor(1, "flywheel-loop") as thread:
         try:
-            ended = thread.submit(run_when_ready)
+            ended = thread.submit(run)
             is_ready.set()
             return ended.result()
         except BaseException:
             if not is_ready.is_set():
-                is_wanted = False
+                task.cancel()
                 is_ready.set()
-                work.close()
-            elif not ended.done():
-                loop, task = begun.result()
+            elif not task.done():
                 loop.call_soon_threadsafe(task.cancel)
             raise
 
@@ -119,11 +113,11 @@ class StopSignals:
     _heard: asyncio.Event = field(default_factory=asyncio.Event)
     _again: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def during(self, work: Coroutine[Any, Any, T], stop: Callable[[], Awaitable[object]]) -> T | None:
+    async def during(self, work: Coroutine[Any, Any, T], stop: Callable[[], Awaitable[object] | None]) -> T | None:
         """The result of `work`; None when it had to be cancelled.
 
         The first signal calls `stop`, which asks `work` to end, and waits for both: for `work` at most the drain
-        time. A second signal cancels `work` at once. `stop` is always awaited.
+        time. A second signal cancels `work` at once. What `stop` returns is always awaited.
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -156,9 +150,9 @@ class StopSignals:
         self.by = number
         self._heard.set()
 
-    async def _end(self, task: asyncio.Task[T], stop: Callable[[], Awaitable[object]]) -> None:
+    async def _end(self, task: asyncio.Task[T], stop: Callable[[], Awaitable[object] | None]) -> None:
         hurried = asyncio.create_task(self._again.wait())
-        stopping = asyncio.ensure_future(stop())
+        stopping = asyncio.ensure_future(stop() or asyncio.sleep(0))
         await asyncio.sleep(0)  # `stop` has begun before the log line
         log.info("stopping; send another signal to end without waiting for calls in flight")
         patience = self.drain_seconds + SLACK_SECONDS
@@ -199,20 +193,25 @@ def check_stopped() -> None:
         raise Stopped(_received[0])
 
 
+async def unless_cancelled(work: Coroutine[Any, Any, T | None], attempted: str, left: str) -> T:
+    """The result of `work`, which a signal cancels. After one, raises StoppedError, which says what is `left`."""
+    interruption = StopSignals(drain_seconds=0)
+    outcome = await interruption.during(work, lambda: None)
+    if outcome is None:
+        raise interruption.error(attempted, left)
+    return outcome
+
+
 async def unless_stopped(
     work: Callable[..., T | None], drain_seconds: float, attempted: str, left: str = "Nothing was stored."
 ) -> T:
     """The result of `work`, which runs in a thread and whose argument `stop` is set by a signal. After one, raises
     StoppedError, which says what is `left`."""
     stop = threading.Event()
-
-    async def halt() -> None:
-        stop.set()
-
     interruption = StopSignals(drain_seconds)
     outcome: T | None = None
     try:
-        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), halt)
+        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), stop.set)
     except FlywheelError:
         # After a signal, errors of the stopped work do not matter.
         if interruption.by is None:

@@ -15,7 +15,8 @@ from flywheel.judge.rubric.checks.call_format import CallFormat
 from flywheel.judge.rubric.checks.json_schema import JsonSchema
 from flywheel.records.verdict import Exchange
 from flywheel.system import json_schema, limited_call
-from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
+from flywheel.system.json_schema import problems
+from flywheel.system.limited_call import CostlyCallError, FunctionError
 from tests.cases import for_each
 
 
@@ -82,12 +83,12 @@ DECIDED = {
 def test_a_schema_over_the_limit_is_remembered_by_its_hash(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited_call, "ATTEMPTS", 1)
     schema, value = EXPONENTIAL[name]
-    with pytest.raises(CostlySchemaError, match="processor time"):
+    with pytest.raises(CostlyCallError, match="processor time"):
         problems(schema, [value])
 
     with monkeypatch.context() as patched:
         patched.setattr(limited_call, "_children", None)  # it is not tried again
-        with pytest.raises(CostlySchemaError):
+        with pytest.raises(CostlyCallError):
             problems(schema, [value])
     assert problems({"type": "integer"}, ["x", 1]) == ['at $: "x" is not of type "integer"', ""]
 
@@ -117,10 +118,10 @@ def test_what_jsonschema_cannot_decide_is_decided(name: str) -> None:
     ],
 )
 def test_what_is_no_schema_says_so(schema: Any) -> None:
-    with pytest.raises(SchemaError) as caught:
+    with pytest.raises(FunctionError) as caught:
         problems(schema, [1])
     assert str(caught.value)
-    assert not isinstance(caught.value, CostlySchemaError)
+    assert not isinstance(caught.value, CostlyCallError)
 
 
 def called(parameters: Any, arguments: str) -> Exchange:
@@ -170,7 +171,7 @@ def test_other_threads_run_while_schemas_exceed_the_limit() -> None:
     failed: list[str] = []
 
     def exceed(schema: Any) -> None:
-        with pytest.raises(CostlySchemaError):
+        with pytest.raises(CostlyCallError):
             problems(schema, [value])
         failed.append(schema["title"])
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.system.user_code import FunctionError, PythonProcess
+from flywheel.system.limited_call import FunctionError
+from flywheel.system.user_code import PythonProcess
 from tests.cases import for_each
 from tests.factories.time_limit import never_runs_out
 

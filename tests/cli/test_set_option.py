@@ -103,22 +103,58 @@ def test_without_a_file_as_well(flywheel: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("given", "ours"),
     [
-        ("ajet.model.pth=x", "Flywheel does not use this key, and the file does not have it"),
-        ("astuner.model.path=x", "Flywheel does not use this key, and the file does not have it"),
-        ("ajet.task_reader.feedback_tracing.base_ulr=x", "did you mean `base_url`?"),
-        ("ajet.task_reader.feedback_tracing.filters.0.type=pii", "filters are read from the file itself"),
+        ("ajet.model.pth=x", "model.base"),
+        ("astuner.model.path=x", "model.base"),
+        ("ajet.task_reader.feedback_tracing.base_ulr=x", "sources[].path"),
+        ("feedback_tracing.alien_llm_model=x", "judge.model"),
+        ("ajet.rollout.numrepeat=4", "training.group_size"),
+        ("ajet.dpo_config.betta=1", "training.dpo.beta"),
+        ("buffer.batch_size=3", "training.prompts_per_step"),
+        ("ajet.rollout.name=vllm", ""),
+        ("ajet.task_reader.feedback_tracing.filters.0.type=pii", "filter.chain"),
     ],
 )
-def test_a_key_of_another_program_without_effect_is_an_error(
-    flywheel: Run, tmp_path: Path, given: str, why: str
+def test_a_key_of_another_program_without_effect_is_an_error_that_names_ours(
+    flywheel: Run, tmp_path: Path, given: str, ours: str
 ) -> None:
     file = write_yaml(tmp_path / "ajet.yaml", ajet({"path": "of/the-author"}))
     ran = flywheel("config", "show", "-c", file, "--set", given)
     assert ran.code == 78
-    assert why in ran.err
-    assert f"--set {given.partition('=')[0]}" in ran.err
+    assert ours in ran.err
+    assert f"cannot use --set {given.partition('=')[0]}: " in ran.err
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("ajet.model.path=x", "model.base"),
+        ("astuner.trainer_common.optim.lr=1", "training.learning_rate"),
+        ("feedback_tracing.base_url=a.sqlite", "sources[].path"),
+        ("buffer.batch_size=3", "training.prompts_per_step"),
+        ("explorer.max_timeout=9", "rollout.agent_timeout_seconds"),
+    ],
+)
+def test_a_file_of_our_own_takes_no_key_of_another_program(
+    flywheel: Run, tmp_path: Path, given: str, ours: str
+) -> None:
+    (tmp_path / "flywheel.yaml").write_text("judge: {model: j}\n")
+    ran = flywheel("config", "show", "--set", given)
+    assert ran.code == 78
+    assert f"is {ours}. See" in ran.err
+
+
+def test_what_it_sets_is_known_by_every_name_that_the_file_may_use(flywheel: Run, tmp_path: Path) -> None:
+    file = write_yaml(tmp_path / "ajet.yaml", ajet({"path": "of/the-author"}))
+    given = ("ajet.task_reader.feedback_tracing.base_url=b.sqlite", "ajet.trainer_common.kl_loss_coef=0.5",
+             "ajet.rollout.multi_turn={max_steps: 3}", "ajet.dpo_config.beta=0.3")  # fmt: skip
+    found = told_settings(flywheel("config", "show", "--json", "-c", file, *(f"--set={each}" for each in given)))
+    assert found["sources.0.path"] == (str(tmp_path / "b.sqlite"), "--set")
+    assert found["training.beta"] == (0.5, "--set")
+    assert found["rollout.max_turns"] == (3, "--set")
+    assert found["training.dpo.beta"] == (0.3, "--set")
+    assert found["rollout.temperature"] == (0.9, f"{file}:7")
 
 
 def test_a_key_without_effect_is_an_error_also_where_a_workflow_gets_the_whole_file(

@@ -125,9 +125,6 @@ async def _judged(config: Config, recording: Recording) -> DemoResult:
     stop = threading.Event()
     interruption = StopSignals(config.daemon.drain_seconds)
 
-    async def halt() -> None:
-        stop.set()
-
     async with open_state(config, lock=True) as store:
         ingestion = Ingestion(store, config)
         try:
@@ -145,7 +142,7 @@ async def _judged(config: Config, recording: Recording) -> DemoResult:
                     tasks[judged.task.key] = judged.task.line, judged.verdict
                 step()
 
-            report = await interruption.during(judging.run(stop=stop, on_judged=on_judged), halt)
+            report = await interruption.during(judging.run(stop=stop, on_judged=on_judged), stop.set)
         if interruption.by is not None or report is None:
             raise interruption.error("judge the replies of the demo", "Start it again.")
         if report.error is not None:

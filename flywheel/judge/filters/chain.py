@@ -39,8 +39,8 @@ from flywheel.judge.filters.python_filter import PythonFile, load_filter
 from flywheel.judge.filters.rules import Rules
 from flywheel.system.files import expanded, tidied
 from flywheel.system.http_client import endpoint_url
+from flywheel.system.limited_call import FunctionError
 from flywheel.system.shortage import shortage_of
-from flywheel.system.user_code import FunctionError
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs filters`."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import itertools
 import json
 import math
 import re
@@ -47,7 +46,7 @@ _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN (?P<what>[A-Z0-9 ]*)PRIVATE KEY(?: BLOCK)?-----.*?"
     r"(?:-----END (?P=what)PRIVATE KEY(?: BLOCK)?-----|\Z)", re.S)
 _EMAIL: Final = re.compile(
-    rf"(?<![{_LATIN}.+%@-])[{_LATIN}.+%-]{{1,64}}@(?:[{_LATIN}](?:[{_LATIN}-]{{0,61}}[{_LATIN}])?\.)+"
+    rf"(?<![{_LATIN}.+%@-])(?!\.)[{_LATIN}.+%-]{{1,64}}@(?:[{_LATIN}](?:[{_LATIN}-]{{0,61}}[{_LATIN}])?\.)+"
     rf"[A-Za-z\u00c0-\u024f]{{2,24}}(?![{_LATIN}@])(?!-[{_LATIN}])")
 _IBAN: Final = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]{2}\d{2}(?:[ -]?[A-Za-z0-9]){11,30}(?![A-Za-z0-9])")
 _CARD: Final = re.compile(rf"(?<![{_LATIN}.,-])[0-9](?:[ -]?[0-9]){{12,18}}(?![{_LATIN}-])(?![.,][0-9])")
@@ -72,7 +71,7 @@ _KEY_NAMED: Final = re.compile(
     r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s{1,3}is|\s{0,3}[:=：]|\s{1,3})[\s\"'“`]{0,4}"
     r"(?P<key>[A-Za-z0-9_+/=.~-]{20,200})")
 _PHONE: Final = re.compile(
-    rf"(?<![{_LATIN}.,/+-])(?:(?P<plus>\+|00(?=[1-9]))[0-9]|\(\+?[0-9]|[0-9])"
+    rf"(?<![{_LATIN}.,/+-])(?:\(?\+|00(?=[1-9])|\(?)[0-9]"
     rf"(?:[ ().\-\u2010-\u2015/]{{0,3}}[0-9]){{6,16}}(?![{_LATIN}%])(?!(?:[.,:/-]|\s?[*/=+^×÷])\s?[0-9])")
 # fmt: on
 _NEAR_A_PHONE: Final = re.compile(
@@ -90,11 +89,13 @@ _NEAR_ANOTHER: Final = re.compile(
 _SSN: Final = re.compile(rf"(?<![{_LATIN}.,/+-])\d{{3}}([ -])\d{{2}}\1\d{{4}}(?![{_LATIN}-])(?![.,]\d)", re.A)
 _NEAR_AN_SSN: Final = re.compile(r"(?i)\b(?:ssn|social[ -]security)\b[^\d\n]{0,25}$")
 _CALCULATED: Final = re.compile(r"(?:[*/^×÷=]|(?<=[\d)\w]) ?[+-]) ?$")
+_FOREIGN: Final = re.compile(r"\(?\+|00[1-9]")
+MAX_DIGITS: Final = 15
+"""Of a phone number, with the country code (ITU-T E.164)."""
 _DATE: Final = re.compile(
     r"\d{4}([-./ ])\d{1,2}\1\d{1,2}(?:[ T.-]?\d{0,6}.*)?"
     r"|\d{1,2}([-./])\d{1,2}\2\d{4}.*|(?:19|20)\d{2}[- ]+(?:19|20)\d{2}"
 )
-_GROUPED: Final = re.compile(r"\(?\d{2,5}\)?[ ./-]{1,3}\d{2,5}(?:[ .-]\d{2,6}){0,3}|0\d{1,5}[ /-]\d{4,10}")
 
 
 def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -> list[Piece]:
@@ -102,8 +103,9 @@ def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -
 
     `regions` are the countries (ISO 3166, two letters) whose phone numbers are found without a country code.
     """
-    finders = (_FINDERS[kind](text, regions) for kind in KINDS if kind in kinds)
-    return _without_overlaps(len(text), itertools.chain.from_iterable(finders))
+    return _without_overlaps(
+        len(text), (piece for rule in _RULES if rule[0] in kinds for piece in _found(text, regions, *rule))
+    )
 
 
 def _without_overlaps(length: int, pieces: Iterable[Piece]) -> list[Piece]:
@@ -117,29 +119,29 @@ def _without_overlaps(length: int, pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(kept, key=lambda piece: piece.start)
 
 
-def _private_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
-    if "PRIVATE KEY" in text:
-        for found in _PRIVATE_KEY.finditer(text):
-            yield Piece("private-key", found.start(), found.end())
+def _found(
+    text: str, regions: Sequence[str], kind: Kind, part: str, pattern: re.Pattern[str], test: Test
+) -> Iterator[Piece]:
+    group = "key" if "key" in pattern.groupindex else 0
+    for found in pattern.finditer(text) if part in text else ():
+        piece, start = found[group], found.start(group)
+        before = text[max(0, start - 40) : start]
+        is_one = test(piece, before, regions)
+        while kind == "iban" and not is_one and " " in piece:
+            # The pattern allows spaces, so its end may belong to the next word.
+            piece = piece.rpartition(" ")[0]
+            is_one = test(piece, before, regions)
+        if is_one:
+            yield Piece(kind, start, start + len(piece))
 
 
-def _api_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
-    for found in _KEY_PREFIXES.finditer(text):
-        # A prefix before words only ("sk-learn-contrib-…", "sk-circle1") belongs to a name.
-        is_short = found[0].startswith("sk-") and len(found[0]) < 23
-        if _SHORT_KEY.search(found[0]) if is_short else _LONG_KEY.search(found[0], 3):
-            yield Piece("api-key", found.start(), found.end())
-    for found in _KEY_NAMED.finditer(text):
-        if _is_random(found["key"]):
-            yield Piece("api-key", found.start("key"), found.end("key"))
-    for found in _BASIC.finditer(text):
-        if _has_password(found["key"]):
-            yield Piece("api-key", found.start("key"), found.end("key"))
-    for found in _URL_USER.finditer(text):
-        yield Piece("api-key", found.start(), found.end())
+def _is_key(text: str, *_: object) -> bool:
+    # A prefix before words only ("sk-learn-contrib-…", "sk-circle1") belongs to a name.
+    is_short = text.startswith("sk-") and len(text) < 23
+    return bool(_SHORT_KEY.search(text) if is_short else _LONG_KEY.search(text, 3))
 
 
-def _has_password(text: str) -> bool:
+def _has_password(text: str, *_: object) -> bool:
     """Whether a text is Base64 of a name and a password, as HTTP's `Basic` has them."""
     text = text.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
     try:
@@ -149,7 +151,7 @@ def _has_password(text: str) -> bool:
     return ":" in decoded and decoded.isprintable()
 
 
-def _is_random(text: str) -> bool:
+def _is_random(text: str, *_: object) -> bool:
     """Whether a text looks like a key: letters and digits, and 3.5 bits of entropy per character or more (hex: 3)."""
     counts = Counter(text)
     entropy = -sum(number / len(text) * math.log2(number / len(text)) for number in counts.values())
@@ -158,109 +160,82 @@ def _is_random(text: str) -> bool:
     return has_digit and has_letter and entropy >= (3.0 if is_hex else 3.5)
 
 
-def _emails(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
-    if "@" in text:
-        for found in _EMAIL.finditer(text):
-            if not found[0].startswith("."):
-                yield Piece("email", found.start(), found.end())
-
-
-def _ibans(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
+def _is_iban(piece: str, *_: object) -> bool:
     from stdnum import iban
 
-    for found in _IBAN.finditer(text):
-        # The pattern allows spaces, so its end may belong to the next word.
-        piece = found[0]
-        while len(piece) >= 15:
-            # Check digits, and the country's format in the registry.
-            if iban.is_valid(piece, check_country=False):
-                yield Piece("iban", found.start(), found.start() + len(piece))
-                break
-            shorter = piece.rpartition(" ")[0]
-            if shorter == piece:
-                break
-            piece = shorter
+    # Check digits, and the country's format in the registry.
+    return bool(iban.is_valid(piece, check_country=False))
 
 
-def _cards(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
+def _is_card(piece: str, before: str, _: object) -> bool:
     from stdnum import luhn
 
-    for found in _CARD.finditer(text):
-        digits = re.sub(r"\D", "", found[0])
-        if (
-            _CARD_FORM.fullmatch(found[0])
-            and _ISSUER.match(digits)
-            and len(set(digits)) > 1
-            and luhn.is_valid(digits)
-            and not _CALCULATED.search(text[max(0, found.start() - 4) : found.start()])
-            # In groups, hardly any other number passes. Without, order numbers do.
-            and (digits != found[0] or not _NEAR_ANOTHER.search(text[max(0, found.start() - 30) : found.start()]))
-        ):
-            yield Piece("card", found.start(), found.end())
+    digits = re.sub(r"\D", "", piece)
+    return (
+        _CARD_FORM.fullmatch(piece) is not None
+        and _ISSUER.match(digits) is not None
+        and len(set(digits)) > 1
+        and luhn.is_valid(digits)
+        and not _CALCULATED.search(before)
+        # In groups, hardly any other number passes. Without, order numbers do.
+        and (digits != piece or not _NEAR_ANOTHER.search(before))
+    )
 
 
-def _ssns(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
+def _is_ssn(piece: str, before: str, _: object) -> bool:
     from stdnum.us import ssn
 
-    for found in _SSN.finditer(text):
-        before = text[max(0, found.start() - 40) : found.start()]
-        if ssn.is_valid(found[0].replace(" ", "-")) and ("-" in found[0] or _NEAR_AN_SSN.search(before)):
-            yield Piece("ssn", found.start(), found.end())
+    return ssn.is_valid(piece.replace(" ", "-")) and ("-" in piece or _NEAR_AN_SSN.search(before) is not None)
 
 
-def _phones(text: str, regions: Sequence[str]) -> Iterator[Piece]:
-    for found in _PHONE.finditer(text):
-        before = text[max(0, found.start() - 40) : found.start()]
-        if not _CALCULATED.search(before) and _is_phone(found[0], bool(found["plus"]), before, regions):
-            yield Piece("phone", found.start(), found.end())
-
-
-def _is_phone(piece: str, international: bool, before: str, regions: Sequence[str]) -> bool:
-    import phonenumbers
-
-    if international or piece.startswith("(+"):
-        number = "+" + re.sub(r"\D", "", piece).removeprefix("00" if piece.startswith("00") else "")
-        # Possible suffices: numbering plans grow, and example numbers ("555") are in none.
-        return _parses(number, None, strict=piece.startswith("00") and not _NEAR_A_PHONE.search(before))
-    if _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before):
+def _is_phone(piece: str, before: str, regions: Sequence[str]) -> bool:
+    named = _NEAR_A_PHONE.search(before) is not None
+    if _FOREIGN.match(piece):
+        regions = ["GB"]  # or any other country in which 00 means what + means
+    elif _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before) or (not named and _SSN.fullmatch(piece)):
         return False
-    named = bool(_NEAR_A_PHONE.search(before))
-    if named:
-        return any(_parses(piece, region, strict=False) for region in regions)
-    digits = re.sub(r"\D", "", piece)
-    if _SSN.fullmatch(piece):
-        return False
-    if digits == piece:
+    elif not named and piece.isdigit():
         # Digits without separators count only where mobile numbers have a recognisable form.
-        mobile = phonenumbers.PhoneNumberType.MOBILE
-        return "CN" in regions and len(digits) == 11 and _parses(piece, "CN", strict=True, kind=mobile)
-    return bool(_GROUPED.fullmatch(piece)) and any(_parses(piece, region, strict=True) for region in regions)
+        regions = ["CN"] if "CN" in regions and len(piece) == 11 and piece.startswith("1") else []
+    if sum(map(str.isdigit, piece)) > MAX_DIGITS or _CALCULATED.search(before):
+        return False
+    return any(_is_phone_of(region, piece, named or "+" in piece) for region in regions)
 
 
-def _parses(piece: str, region: str | None, *, strict: bool, kind: int | None = None) -> bool:
+def _is_phone_of(region: str, piece: str, is_likely: bool) -> bool:
     import phonenumbers
 
     try:
         number = phonenumbers.parse(piece, region)
     except phonenumbers.NumberParseException:
         return False
-    if kind is not None and phonenumbers.number_type(number) != kind:
-        return False
-    if strict:
-        return bool(phonenumbers.is_valid_number(number))
-    possible = phonenumbers.ValidationResult.IS_POSSIBLE
-    return bool(phonenumbers.is_possible_number_with_reason(number) == possible)
+    if is_likely:
+        # Numbering plans grow, and example numbers ("555") are in none.
+        return phonenumbers.is_possible_number(number)
+    matcher = phonenumbers.PhoneNumberMatcher(piece, region, phonenumbers.Leniency.STRICT_GROUPING)
+    return phonenumbers.is_valid_number(number) and matcher.has_next()  # the first takes a fraction of the second
 
 
-_FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Piece]]]] = {
-    "private-key": _private_keys,
-    "api-key": _api_keys,
-    "email": _emails,
-    "iban": _ibans,
-    "card": _cards,
-    "ssn": _ssns,
-    "phone": _phones,
-}
+def _is_any(*_: object) -> bool:
+    return True
+
+
+Test = Callable[[str, str, Sequence[str]], bool]
+"""Whether a piece is personal data, by the text before it, and the regions for phone numbers."""
+_RULES: Final[tuple[tuple[Kind, str, re.Pattern[str], Test], ...]] = (
+    ("private-key", "PRIVATE KEY", _PRIVATE_KEY, _is_any),
+    ("api-key", "", _KEY_PREFIXES, _is_key),
+    ("api-key", "", _KEY_NAMED, _is_random),
+    ("api-key", "", _BASIC, _has_password),
+    ("api-key", "://", _URL_USER, _is_any),
+    ("email", "@", _EMAIL, _is_any),
+    ("iban", "", _IBAN, _is_iban),
+    ("card", "", _CARD, _is_card),
+    ("ssn", "", _SSN, _is_ssn),
+    ("phone", "", _PHONE, _is_phone),
+)
+"""What is looked for, in the order of KINDS: a part of each text that has it, its pattern, and a test of what the
+pattern, or its group `key`, finds."""
 
 
 Redactor = Callable[[dict[str, Any]], dict[str, Any]]

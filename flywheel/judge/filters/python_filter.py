@@ -14,7 +14,8 @@ from pydantic import Field
 
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError
-from flywheel.system.user_code import FunctionError, function_of
+from flywheel.system.limited_call import FunctionError
+from flywheel.system.user_code import function_of
 
 
 class PythonFile(Section):

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import regex
 
-from flywheel.system.limited_call import CostlyCallError, call_limited
+from flywheel.system.limited_call import CostlyCallError, Limits, call_in_child
 
 TIMEOUT_SECONDS: Final = 2.0
 """Longest search of one pattern in one text. A pattern can backtrack without end, which would block its thread."""
@@ -42,7 +42,7 @@ def _problem_of(pattern: str) -> tuple[str, int | None] | None:
     if _MAY_BE_COSTLY.search(pattern) is None:
         return compilation_problem(pattern)
     try:
-        found = call_limited(compilation_problem, pattern, memory=PATTERN_BYTES)
+        found = call_in_child(compilation_problem, pattern, Limits(memory=PATTERN_BYTES))
     except CostlyCallError as error:
         return f"cannot be used as a regular expression: compiling it {error}", None
     return tuple(found) if found else None

@@ -16,7 +16,8 @@ from flywheel.judge.rubric.text import split
 from flywheel.records.tool_calls import functions_by_name
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
-from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
+from flywheel.system.json_schema import problems
+from flywheel.system.limited_call import CostlyCallError, FunctionError
 
 VALID: Final = "valid"
 INVALID: Final = "invalid"
@@ -81,9 +82,9 @@ def _written(text: str) -> str:
 def _problems(criterion: str, name: str, schema: dict[str, Any], values: list[Any]) -> list[str]:
     try:
         return problems(schema, values)
-    except CostlySchemaError as error:
+    except CostlyCallError as error:
         raise CostlyCheckError(
             f"decide criterion {criterion}", f"the schema of the tool {name!r} {error}", "Drop the task."
         ) from None
-    except SchemaError:  # which is no fault of the call
+    except FunctionError:  # which is no fault of the call
         return []

@@ -12,7 +12,8 @@ from flywheel.errors import CheckError, CostlyCheckError
 from flywheel.judge.rubric.criterion import A_TEXT, Criterion, Files, checked
 from flywheel.records.tool_calls import parse_json
 from flywheel.records.verdict import Exchange
-from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
+from flywheel.system.json_schema import problems
+from flywheel.system.limited_call import CostlyCallError, FunctionError
 
 MAX_JSON_CHARACTERS: Final = 200_000
 _FENCED: Final = re.compile(r"\A\s*+(`{3,}+|~{3,}+)[^\n`]*+\n(?P<inside>.*)^[ \t]*+\1\s*\Z", re.DOTALL | re.MULTILINE)
@@ -66,11 +67,11 @@ class JsonSchema(Criterion):
         try:
             # The rubric's schema is used for every task, whatever an answer makes of it.
             [problem] = problems(schema, [value], remember=False)
-        except CostlySchemaError as error:
+        except CostlyCallError as error:
             raise CostlyCheckError(
                 attempted, f"its schema {error}", "Simplify the schema, or drop the task."
             ) from None
-        except SchemaError as error:
+        except FunctionError as error:
             why = f"its schema cannot be used: {error}"
             raise CheckError(attempted, why, "Keep every $ref inside the schema: nothing is fetched.") from None
         return not problem, problem or "the answer is JSON that the schema allows"

@@ -6,11 +6,10 @@ cannot be ended: 9^{9^{9^9}} would compute forever.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-import resource
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
@@ -22,8 +21,7 @@ from flywheel.judge.rubric.text import visible
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
-from flywheel.secrets import environment_without_secrets
-from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess, python_command, serve
+from flywheel.system.limited_call import Children, FunctionError, Limits, call_in_child
 
 TIMEOUT_SECONDS: Final = 10.0
 """Longest comparison of two results."""
@@ -31,7 +29,7 @@ START_SECONDS: Final = 120.0
 """Longest start of the child process, which imports sympy."""
 MAX_PROCESSES: Final = 2
 MEMORY_BYTES: Final = 4 << 30
-"""Address space of the child process."""
+"""What a comparison may take."""
 MAX_CHARACTERS: Final = 2000
 """Longest result that is compared."""
 _BRACES: Final = re.compile(
@@ -168,28 +166,26 @@ def _verified(given: str, wanted: str, seconds: int | None = None) -> bool:
         return False
 
 
-_children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)
-
-
 def _compare(*texts: str) -> bool | None:
-    """Whether two results are equal; None if the child process took too long or ended. Raises OSError if none can be
-    started."""
-    with suppress(TimeoutError, ChildEndedError), _children.child(_start) as child:
-        return bool(json.loads(child.ask(json.dumps(texts).encode(), TIMEOUT_SECONDS)))
+    """Whether two results are equal; None if that cannot be computed within the limits. Raises OSError if no child
+    can be started."""
+    limits = Limits(TIMEOUT_SECONDS, cpu_seconds=0, memory=MEMORY_BYTES)
+    with suppress(FunctionError):
+        return bool(call_in_child(_are_equal, texts, limits, _children))
     return None
 
 
-def _start() -> ChildProcess:
-    child = ChildProcess(python_command(__name__), environment_without_secrets())
-    child.ask(b'["1", "1"]', START_SECONDS)
-    return child
+def _are_equal(texts: Sequence[str]) -> bool:
+    given, wanted = texts
+    return _verified(given, wanted)
 
 
-def main() -> None:
-    """The child process."""
-    import math_verify  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
+def _import(_: None) -> None:
+    """In a child, before the limits, which are meant for answers and not for the libraries."""
+    import math_verify  # noqa: F401
     import sympy  # noqa: F401
 
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    serve(lambda request: json.dumps(_verified(*json.loads(request))).encode())
+
+
+_children: Final = Children(MAX_PROCESSES, lambda call: call(_import, None, Limits(START_SECONDS, 0, 0)))

@@ -19,7 +19,8 @@ from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks.tool_calls import calls_of
 from flywheel.judge.rubric.criterion import Criterion, Files, UsedFile, checked, invalid
 from flywheel.records.verdict import Exchange
-from flywheel.system.user_code import FunctionError, PythonProcess, function_of
+from flywheel.system.limited_call import FunctionError
+from flywheel.system.user_code import PythonProcess, function_of
 
 TIMEOUT_SECONDS: Final = 30.0
 """Longest call of a function for one task."""
