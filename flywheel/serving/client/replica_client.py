@@ -14,11 +14,11 @@ import httpx2
 from flywheel.errors import Condition, ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
+from flywheel.serving.adapter_files import FILES
 from flywheel.serving.alias_target import AliasTarget, Split, version_names
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
-from flywheel.system.files import tree_bytes
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
 
 
@@ -222,19 +222,19 @@ class Replica:
 
     async def _send(self, path: str, sha256: str) -> bool:
         """Send the files of an adapter; False to a server that does not accept any."""
-        attempted = f"send the adapter in {path} to {self.url}"
-
-        async def pieces() -> AsyncIterator[bytes]:
-            read = tree_bytes(Path(path))
-            while piece := await asyncio.to_thread(next, read, b""):
-                yield piece
-
-        response = await self._call(
-            "PUT", f"{routes.ADAPTERS}{sha256}", attempted, seconds=self._seconds, files=pieces()
-        )
-        if response.status_code not in (200, 404, 405):
-            raise refused(attempted, response)
-        return response.status_code == 200
+        for name in FILES:
+            attempted = f"send {Path(path, name)} to {self.url}"
+            place, pieces = f"{routes.ADAPTERS}{sha256}/{name}", _pieces(Path(path, name))
+            try:
+                response = await self._call("PUT", place, attempted, seconds=self._seconds, file=pieces)
+            except OSError as error:
+                why = f"it cannot be read: {error.strerror or error}"
+                raise ServeError(attempted, why, "Restore the adapter's files from a backup.") from error
+            if response.status_code == 404:
+                return False
+            if response.status_code != 200:
+                raise refused(attempted, response)
+        return True
 
     async def unload(self, name: str) -> bool:
         """Unload the name; requests in flight complete. False when it was not loaded."""
@@ -401,7 +401,7 @@ class Replica:
         content: Any = None,
         seconds: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
-        files: AsyncIterator[bytes] | None = None,
+        file: AsyncIterator[bytes] | None = None,
     ) -> httpx2.Response:
         """The answer with headers and whole body, within `seconds` and of `max_bytes` at most."""
         if is_name(self.url):
@@ -415,7 +415,12 @@ class Replica:
         timeout = httpx2.Timeout(seconds or self._quick_seconds, connect=CONNECT_SECONDS)
         try:
             response = await self._http.request(
-                method, path, json=content, content=files, timeout=timeout, extensions={"max_bytes": max_bytes}
+                method,
+                path,
+                json=content,
+                content=file,
+                timeout=timeout,
+                extensions={"max_bytes": max_bytes},
             )
         except httpx2.TimeoutException as error:
             raise ServeError(
@@ -471,6 +476,12 @@ class Replica:
         return ServeError(attempted, f"its answer is not what vLLM answers{why}", hint).of_condition(
             Condition.MISCONFIGURED
         )
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while piece := await asyncio.to_thread(file.read, 1 << 20):
+            yield piece
 
 
 async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
+from starlette.requests import Request
 
 from flywheel.system.server_limits import (
     RETRY_SECONDS,
@@ -49,16 +50,21 @@ def is_json(scope: Scope) -> bool:
     return media == b"application/json" or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-def parsed(body: bytes, limit: int) -> Any:
-    """The JSON of a body of at most `limit` bytes. Raises RefusedError."""
-    if len(body) > limit:
-        raise RefusedError(413, f"the body is longer than {limit:,} bytes")
+MAX_BYTES: Final = 65536
+"""Of a request to an endpoint that manages the server."""
+T = TypeVar("T")
+
+
+async def json_of(request: Request, kind: type[T], form: str) -> T:
+    """The JSON of a request, which has the form of `kind`: `form` says which. Raises RefusedError and
+    ClientDisconnect."""
+    body = await request.body()
+    if len(body) > MAX_BYTES:
+        raise RefusedError(413, f"the body is longer than {MAX_BYTES:,} bytes")
     try:
-        found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()  # Lone surrogates cannot be written to a file.
-    except (ValueError, RecursionError):
-        raise RefusedError(400, "the body is no JSON, nested too deeply, or holds half of a surrogate pair") from None
-    return found
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"expected {form}: {error}") from None
 
 
 MAX_DEPTH: Final = 100
@@ -188,10 +194,6 @@ def error_json(status: int, why: str) -> bytes:
     kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
     kind = "server_error" if status >= 500 else kind
     return json.dumps({"error": {"message": why, "type": kind, "param": None, "code": status}}).encode()
-
-
-async def answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    await answer_json(send, status, json.dumps(content).encode())
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
 from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
@@ -42,7 +43,7 @@ from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
-from flywheel.serving.server.sent_adapters import SECONDS, SentAdapters
+from flywheel.serving.server.sent_adapters import LIMIT, SECONDS, SentAdapters
 from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
 from flywheel.system.server_limits import (
     App,
@@ -54,7 +55,6 @@ from flywheel.system.server_limits import (
     Send,
     ServerLimits,
     header,
-    read_body,
 )
 
 
@@ -155,9 +155,9 @@ class AliasMiddleware:
         self._slots = AdapterSlots(app, self._aliases, settings.max_adapters, sent_adapters, settings.base_path)
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
-            hint, most = "The limit is serving.max_adapter_gb.", sent.max_bytes
+            most = sent.max_bytes
             of_files = dataclasses.replace(
-                limits, body_bytes=most, body_hint=hint, bodies=2, bodies_held=2, body_seconds=SECONDS
+                limits, body_bytes=most, body_hint=LIMIT, bodies=2, bodies_held=2, body_seconds=SECONDS
             )
             self._sending = Limited(self._let_in, of_files, refuse)
         self._address = settings.address
@@ -171,7 +171,8 @@ class AliasMiddleware:
             announcement = announcing(send, self._address, self._announcement) if self._address else send
             return await self._app(scope, receive, self._flushing(announcement))
         is_of_files = scope["type"] == "http" and route_path(scope).startswith(routes.ADAPTERS)
-        await (self._sending if is_of_files else self._limited)(scope, receive, send)
+        with contextlib.suppress(ClientDisconnect):
+            await (self._sending if is_of_files else self._limited)(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = credential(scope)
@@ -235,9 +236,7 @@ class AliasMiddleware:
             return None
 
         started_ns = time.time_ns()
-        request = await read_body(receive)
-        if request is None:
-            return  # The client disconnected before the end of its request.
+        request = await Request(scope, receive).body()
         marked = functools.cache(self._new_request_id)  # The same id in the header, the body and the call log.
         # vLLM takes the id of a response from the header, but this path's from the body.
         in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None

@@ -248,7 +248,7 @@ def adopt(config: Config, versions: Mapping[str, str] | None = None) -> None:
     if damage or why:
         log.warning("nothing is adopted from %s: %s", folder, damage or why)
         return
-    copies, known = SentAdapters(sent_adapters(config), 0), {*saved, *(versions or {})}
+    copies, known = SentAdapters(sent_adapters(config)), {*saved, *(versions or {})}
     for alias in (each for each in config.aliases if each in current and each not in known):
         target = current[alias]
         try:
