@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flywheel.serving.server.model_parsers import _FAMILIES, _FORMATS, Parsers, parsers_of
-from flywheel.serving.server.vllm_command import _known
 from tests.conftest import POLICY
 
 
@@ -17,9 +16,13 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_every_parser_is_one_of_vllms() -> None:
-    tools, reasoning = (_known(f"serving.{kind}_parser", []) for kind in ("tool_call", "reasoning"))
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    tools, reasoning = {*ToolParserManager.list_registered()}, {*ReasoningParserManager.list_registered()}
     assert {"hermes", "mistral", "llama3_json"} <= tools
     assert {"qwen3", "deepseek_r1"} <= reasoning
     assert {family.tool for family in _FAMILIES} | {parser for _, parser in _FORMATS} <= tools
