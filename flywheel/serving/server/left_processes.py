@@ -69,5 +69,5 @@ def _mark(pid: int, state_dir: Path) -> str:
         if is_here and process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE:
             found = process.environ()
             if found.get(STATE_VARIABLE) == os.path.realpath(state_dir):
-                return found.get(SERVER_VARIABLE, "")
+                return str(found.get(SERVER_VARIABLE, ""))
     return ""

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from flywheel.errors import CallLogError
 from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
-from flywheel.serving.alias_target import AliasTarget, texts
+from flywheel.serving.alias_target import AliasTarget, ShownAliases, texts
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer_json, json_of, route_path, with_body
@@ -226,19 +226,19 @@ class Management:
 
     async def _show(self, _request: Request) -> bytes:
         targets = self._aliases.targets
-        shown = {
-            "aliases": {alias: target.name for alias, target in targets.items()},
-            "paths": {target.name: target.path for target in targets.values() if target.path},
-            "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
-            "splits": {alias: target.split.as_json() for alias, target in targets.items() if target.split},
-            "waiting": dict(self._aliases.waiting),
-            "missing": dict(self._aliases.missing),
-            "revisions": {alias: self._aliases.revision(alias) for alias in targets},
-            "base_model": self._aliases.base_model,
-            "instance": self._instance,
-            "max_adapters": self._most_adapters,
-        }
-        return json.dumps(shown).encode()
+        shown = ShownAliases(
+            aliases={alias: target.name for alias, target in targets.items()},
+            paths={target.name: target.path for target in targets.values() if target.path},
+            digests={target.name: target.sha256 for target in targets.values() if target.sha256},
+            splits={alias: target.split.as_json() for alias, target in targets.items() if target.split},
+            waiting=self._aliases.waiting,
+            missing=self._aliases.missing,
+            revisions={alias: self._aliases.revision(alias) for alias in targets},
+            base_model=self._aliases.base_model,
+            instance=self._instance,
+            max_adapters=self._most_adapters,
+        )
+        return msgspec.json.encode(shown)
 
     async def _point(self, request: Request) -> bytes:
         form = (
@@ -267,8 +267,7 @@ class Management:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:
             raise RefusedError(500, f"the alias file cannot be written: {error}") from None
-        is_split = target.split is not None
-        return json.dumps({"alias": alias, "target": name, "previous": previous, "split": is_split}).encode()
+        return json.dumps({"alias": alias, "target": name, "previous": previous}).encode()
 
 
 def _no_calls() -> RefusedError:
