@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from flywheel.serving.server.units import MEMBERS
 from flywheel.system.server_limits import (
     RETRY_SECONDS,
     App,
@@ -64,7 +65,8 @@ async def json_of(request: Request, kind: type[T], form: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"expected {form}: {error}") from None
+        why = f"expected {form}, as JSON without halves of surrogate pairs: {error}"
+        raise RefusedError(400, why) from None
 
 
 MAX_DEPTH: Final = 100
@@ -75,6 +77,8 @@ MAX_CONTAINERS: Final = 50_000
 to refuse 10,000 that are none."""
 MAX_KEYS: Final = 1000
 """Maximum number of top-level keys."""
+MAX_MODEL_KEYS: Final = 4
+"""Maximum number of `model` keys; the last one counts."""
 # The first alternative is for texts without an escaped quotation mark, and takes a tenth of the time. A text without
 # an end ends with the body, so that nothing is looked at twice.
 _TEXT: Final = rb'(?:"[^"]*+"(?<!\\")|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
@@ -82,17 +86,9 @@ _without_texts: Final = re.compile(_TEXT, re.DOTALL).sub
 _to_bracket: Final = re.compile(rb'(?:[^][{}"]++|' + _TEXT + rb")*+[][{}]", re.DOTALL).match
 
 
-class _Members(msgspec.Struct):
-    """The members of requests' objects that Flywheel reads. Others are checked, and not built."""
-
-    model: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    previous_response_id: msgspec.Raw = msgspec.Raw()
-    user: msgspec.Raw = msgspec.Raw()
-    metadata: msgspec.Raw = msgspec.Raw()
-    user_id: msgspec.Raw = msgspec.Raw()
+_NAMES: Final = ("model", "user_id", *sorted(MEMBERS))
+_Members: Final = msgspec.defstruct("_Members", [(name, msgspec.Raw, msgspec.Raw()) for name in _NAMES])
+"""The members of objects in requests that are read. Others are checked, and not built."""
 
 
 def in_utf8(body: bytes) -> bytes:
@@ -104,12 +100,8 @@ def in_utf8(body: bytes) -> bytes:
 
 
 def members(text: bytes) -> dict[str, msgspec.Raw]:
-    """The JSON of members of an object in UTF-8, of several with one name the last; none of another value.
-
-    Raises ValueError for what is no JSON, and RefusedError for what is nested too deeply, or has too many keys,
-    objects or lists.
-    """
-    _check_complexity(text)
+    """The JSON of members of an object in UTF-8, of several with one name the last; none of another value. Raises
+    ValueError for what is no JSON."""
     try:
         found = msgspec.structs.asdict(msgspec.json.decode(text, type=_Members))
         return {name: raw for name, raw in found.items() if raw}
@@ -118,19 +110,24 @@ def members(text: bytes) -> dict[str, msgspec.Raw]:
     except msgspec.DecodeError:
         # The server reads more than msgspec does: NaN, and halves of surrogate pairs.
         read = json.loads(text)
-        known = _Members.__struct_fields__ if isinstance(read, dict) else ()
-        return {name: msgspec.Raw(json.dumps(read[name]).encode()) for name in known if name in read}
+        known = read.items() if isinstance(read, dict) else ()
+        return {name: msgspec.Raw(json.dumps(value).encode()) for name, value in known if name in _NAMES}
 
 
-def _check_complexity(text: bytes) -> None:
-    """Raises as `members` does. Only brackets take steps of Python, and no value is built."""
+def models_in(text: bytes) -> list[object]:
+    """The values of all members `model` of an object in UTF-8; None stands for objects and lists.
+
+    Only brackets take steps of Python. Raises RefusedError for an object that is nested too deeply, or has too many
+    keys, objects or lists, and ValueError where this shows that it is none.
+    """
     at = depth = containers = 0
-    outside = []  # What the object has outside of inner objects and lists.
+    outer = [b"{"]  # The object, with null in place of the objects and lists in it.
     while found := _to_bracket(text, at):
         at = found.end()
+        is_opened = text[at - 1] in b"[{"
         if depth == 1:
-            outside.append(found[0])
-        if text[at - 1] in b"[{":
+            outer.append(found[0][:-1] + b"null" if is_opened else found[0])
+        if is_opened:
             containers += depth > 0
             depth += 1
             if depth > MAX_DEPTH:
@@ -142,12 +139,17 @@ def _check_complexity(text: bytes) -> None:
             if depth < 1:
                 break
     else:
-        outside.append(text[at:])
+        outer.append(text[at:])
     # A member has at most two texts there.
-    if _without_texts(b"", b"".join(outside), 2 * MAX_KEYS).count(b":") > MAX_KEYS:
+    if _without_texts(b"", b"".join(outer), 2 * MAX_KEYS).count(b":") > MAX_KEYS:
         raise RefusedError(400, f"the body has more than {MAX_KEYS:,} keys")
     if depth:
         raise ValueError("the text is cut off")
+    members = json.loads(b"".join(outer), object_pairs_hook=list)
+    models = [value for key, value in members if key == "model"]
+    if len(models) > MAX_MODEL_KEYS:
+        raise RefusedError(400, f"the body has more than {MAX_MODEL_KEYS} `model` keys")
+    return models
 
 
 async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

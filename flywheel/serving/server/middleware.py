@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
@@ -34,6 +34,7 @@ from flywheel.serving.server.asgi import (
     in_utf8,
     is_json,
     members,
+    models_in,
     refuse,
     route_path,
     with_body,
@@ -75,15 +76,15 @@ def rewrite_model(
     With `request_id`, a request to an alias gets the `request_id` that it returns for the target.
 
     Bodies that are not a JSON object in one of the server's encodings are returned unchanged: the server refuses
-    them. Raises RefusedError as `members` does.
+    them. Raises RefusedError as `models_in` does.
     """
     try:
         text = in_utf8(body)
-        found = members(text)
-        model = json.loads(bytes(found.get("model", b"null")))
+        models, found = models_in(text), members(text)
     except ValueError:
         return Rewritten(body, None)
-    target = resolve(model, found) if isinstance(model, str) else None
+    targets = [resolve(model, found) if isinstance(model, str) else None for model in models]
+    target = targets[-1] if targets else None
     if target is None:
         return Rewritten(body, None)
     added = {"model": target, **({"request_id": request_id(target)} if request_id else {})}
@@ -171,8 +172,7 @@ class AliasMiddleware:
             announcement = announcing(send, self._address, self._announcement) if self._address else send
             return await self._app(scope, receive, self._flushing(announcement))
         is_of_files = scope["type"] == "http" and route_path(scope).startswith(routes.ADAPTERS)
-        with contextlib.suppress(ClientDisconnect):
-            await (self._sending if is_of_files else self._limited)(scope, receive, send)
+        await (self._sending if is_of_files else self._limited)(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = credential(scope)
