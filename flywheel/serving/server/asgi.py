@@ -82,6 +82,7 @@ MAX_MODEL_KEYS: Final = 4
 # The first alternative is for texts without an escaped quotation mark, and takes a tenth of the time. A text without
 # an end ends with the body, so that nothing is looked at twice.
 _TEXT: Final = rb'(?:"[^"]*+"(?<!\\")|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
+_pairs: Final = json.JSONDecoder(object_pairs_hook=list).decode
 _without_texts: Final = re.compile(_TEXT, re.DOTALL).sub
 _to_bracket: Final = re.compile(rb'(?:[^][{}"]++|' + _TEXT + rb")*+[][{}]", re.DOTALL).match
 
@@ -145,8 +146,7 @@ def models_in(text: bytes) -> list[object]:
         raise RefusedError(400, f"the body has more than {MAX_KEYS:,} keys")
     if depth:
         raise ValueError("the text is cut off")
-    members = json.loads(b"".join(outer), object_pairs_hook=list)
-    models = [value for key, value in members if key == "model"]
+    models = [value for key, value in _pairs(b"".join(outer).decode("utf-8", "surrogatepass")) if key == "model"]
     if len(models) > MAX_MODEL_KEYS:
         raise RefusedError(400, f"the body has more than {MAX_MODEL_KEYS} `model` keys")
     return models

@@ -89,7 +89,7 @@ def rewrite_model(
         return Rewritten(body, None)
     added = {"model": target, **({"request_id": request_id(target)} if request_id else {})}
     # Of members with one name, the server reads the last: what the client sent stays as it is.
-    parts = (memoryview(text)[: text.rindex(b"}")], b", ", json.dumps(added).encode()[1:])
+    parts = (memoryview(text)[: text.rindex(b"}")], b", ", msgspec.json.encode(added)[1:])
     return Rewritten(b"".join(parts), target)
 
 
