@@ -191,6 +191,35 @@ def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, ur
     assert app.bodies == []
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/flywheel/alias", "/v1/load_lora_adapter"])
+async def test_a_client_that_leaves_is_no_error_of_the_server(path: str) -> None:
+    async def app(scope: object, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ValueError("of the app")
+
+    async def asked(*messages: Message) -> list[Message]:
+        left, sent = [*messages], list[Message]()
+
+        async def receive() -> Message:
+            return left.pop(0)
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        method = "PUT" if path == "/flywheel/alias" else "POST"
+        await with_middleware(app)(
+            {"type": "http", "method": method, "path": path, "headers": headers}, receive, send
+        )
+        return sent
+
+    part = {"type": "http.request", "body": b"{", "more_body": True}
+    assert await asked(part, {"type": "http.disconnect"}) == []
+    if path == "/v1/embeddings":
+        with pytest.raises(ValueError, match="of the app"):
+            await asked(part, {"type": "http.request", "body": b"}"})
+
+
 def test_the_list_of_models_names_the_alias(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
     point(url, "agent@r0001")
