@@ -295,7 +295,7 @@ class AliasMiddleware:
 def _request_text(found: Mapping[str, msgspec.Raw]) -> RequestText:
     text, places = "", {}
     for name in found.keys() & MEMBERS:
-        raw = bytes(found[name]).decode("utf-8", "surrogatepass")
+        raw = bytes(found[name]).decode("utf-8", "surrogateescape")  # The server refuses what is no UTF-8.
         places[name] = (len(text), len(text) + len(raw))
         text += raw
     return RequestText(text, places)

@@ -211,6 +211,22 @@ def test_messages_that_are_no_json_reach_the_server_as_they_are(messages: str) -
     assert (server.bodies, server.calls) == ([body], [])
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        b'"messages": [{"role": "user", "content": "\xff"}]',
+        b'"messages": [{"role": "\xff"}]',
+        b'"messages": [], "metadata": {"user_id": "\xff"}',
+        b'"messages": [], "user": "\xff"',
+        b'"messages": [], "user": "\xed\xa0\x80", "metadata": {"user_id": "\xed\xa0\x80"}',
+    ],
+)
+def test_bytes_that_are_no_utf8_are_no_error_of_the_middleware(members: bytes) -> None:
+    server = Server()
+    for path in (CHAT, "/v1/messages"):
+        assert server.send(b'{"model": "agent", ' + members + b"}", path) == 200
+
+
 def test_escapes_are_read() -> None:
     server = Server()
     escaped = (
