@@ -221,12 +221,14 @@ class Replica:
         raise load_error(attempted, response, path, healthy=await self.ready())
 
     async def _send(self, path: str, sha256: str) -> bool:
-        """Send the files of an adapter; False to a server that does not accept any."""
+        """Send the files of an adapter; False to a server that does not accept any, or where they are not here."""
         for name in FILES:
             attempted = f"send {Path(path, name)} to {self.url}"
             place, pieces = f"{routes.ADAPTERS}{sha256}/{name}", _pieces(Path(path, name))
             try:
                 response = await self._call("PUT", place, attempted, seconds=self._seconds, file=pieces)
+            except FileNotFoundError:
+                return False
             except OSError as error:
                 why = f"it cannot be read: {error.strerror or error}"
                 raise ServeError(attempted, why, "Restore the adapter's files from a backup.") from error

@@ -205,6 +205,9 @@ async def test_a_file_that_cannot_be_read_is_an_error_in_words(server: str, adap
     sha256 = tree_sha256(adapter)
     (adapter / FILES[1]).unlink()
     async with Replica(server, "admin") as replica:
+        with pytest.raises(ServeError, match="the server finds no adapter in"):
+            await replica.load(NAME, str(adapter), sha256)
+        (adapter / FILES[1]).mkdir()
         with pytest.raises(ServeError, match=f"send {adapter / FILES[1]} to .*: it cannot be read"):
             await replica.load(NAME, str(adapter), sha256)
     assert not (copies / sha256).exists()
