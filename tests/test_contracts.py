@@ -163,3 +163,12 @@ def test_the_child_of_a_users_interpreter_needs_only_its_standard_library() -> N
     for file, packages in reached.items():
         ast.parse(file.read_text(), feature_version=(3, 10))
         assert packages <= sys.stdlib_module_names, f"{file} imports {packages - sys.stdlib_module_names}"
+
+
+def test_what_runs_inside_vllm_imports_few_packages() -> None:
+    """vLLM itself needs both, so none of Flywheel's other packages can keep a server from its start."""
+    reached = reached_by("flywheel.serving.server.middleware")
+    assert PACKAGE / "system" / "server_limits.py" in reached
+    for file, packages in reached.items():
+        others = packages - sys.stdlib_module_names - {"starlette", "msgspec"}
+        assert not others, f"{file} imports {others}"

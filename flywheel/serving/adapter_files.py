@@ -1,4 +1,4 @@
-"""Checks the files of a LoRA adapter before anything loads them. The server uses it: standard library only."""
+"""Checks the files of a LoRA adapter before anything loads them."""
 
 from __future__ import annotations
 

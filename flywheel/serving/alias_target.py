@@ -1,12 +1,15 @@
 """What an alias stands for: one version or, while it is split, two, of which each answers a share of the units.
 
-Used by the server and by its clients. Runs inside vLLM's process, so only the standard library is imported.
+Used by the server and by its clients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
+
+import msgspec
 
 MAX_SALT_BYTES: Final = 64
 """The longest key of BLAKE2b."""
@@ -81,3 +84,23 @@ class AliasTarget:
 def version_names(target: str, split: Split | None) -> list[str]:
     """The served names of what answers: the target, and the other version of a split."""
     return [target, split.other.name] if split else [target]
+
+
+class ShownAliases(msgspec.Struct):
+    """What a server says of its aliases, by their names; paths and hashes by those of their targets."""
+
+    aliases: Mapping[str, str]
+    paths: Mapping[str, str]
+    digests: Mapping[str, str]
+    splits: Mapping[str, dict[str, Any]]
+    """As `Split.as_json` has them."""
+    waiting: Mapping[str, str]
+    """Those that are not answered, with the reason."""
+    missing: Mapping[str, str]
+    """Those that are split of which one version is not loaded, and that version."""
+    revisions: Mapping[str, int]
+    base_model: str
+    instance: str
+    """Changes with each start of the server."""
+    max_adapters: int | None
+    """How many can be loaded at the same time; None: any number."""

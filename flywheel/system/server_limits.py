@@ -1,7 +1,8 @@
 """What servers accept from clients: from which hosts, how large a body, how slowly, and how many at once.
 
 `ServerLimits` are the figures. `Limited` applies those about hosts and bodies to any ASGI app, also within vLLM's API
-server, so only the standard library is imported. `connections` applies the others to servers of our own.
+server. `connections` applies the others to servers of our own. Commands load this at their start, so only the
+standard library is imported.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ class Limited:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         held, body = 0, object()
-        is_whole = begun = False
+        is_whole = begun = has_left = False
         refusal: RefusedError | None = None
         deadline = asyncio.get_running_loop().time() + self._limits.body_seconds
 
         async def limited() -> Message:
             """What is refused looks like a disconnect to the app."""
-            nonlocal held, is_whole, refusal
+            nonlocal held, is_whole, has_left, refusal
             if is_whole:
                 return await receive()
             if refusal:
@@ -119,6 +120,7 @@ class Limited:
                 why = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
                 refusal = RefusedError(408, why)
                 return {"type": "http.disconnect"}
+            has_left = message["type"] == "http.disconnect"
             size = len(message.get("body") or b"")
             held += size
             self._held += size
@@ -146,8 +148,8 @@ class Limited:
         except RefusedError as error:
             refusal = error
         except Exception:
-            # Some apps report a disconnect as an error.
-            if refusal is None or begun:
+            # Apps report it as an error where a client leaves within its body.
+            if begun or not (refusal or has_left):
                 raise
         finally:
             self._held -= held
@@ -193,16 +195,6 @@ def is_loopback(host: str) -> bool:
 
 def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key.lower() == name), b"")
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """The whole body; None when the client disconnects before its end."""
-    parts: list[bytes] = []
-    while (message := await receive())["type"] != "http.disconnect":
-        parts.append(message.get("body") or b"")
-        if not message.get("more_body"):
-            return b"".join(parts)
-    return None
 
 
 async def respond(

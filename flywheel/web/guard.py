@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flywheel.store.kernel.database import STATE_FILE, is_missing
-from flywheel.system.server_limits import Limited, ServerLimits, read_body, refuse_in_text
+from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
 from flywheel.web.figures import Figures
 from flywheel.web.site import Site
@@ -113,7 +113,7 @@ class Guard:
         """Read the fields of a form into `request.state.form`; the refusal of what did not come from a page."""
         if self._is_read_only and not is_sign_in:
             return PlainTextResponse("This server is read-only.", HTTPStatus.FORBIDDEN)
-        fields = parse_qs((await read_body(request.receive) or b"").decode(errors="replace"), keep_blank_values=True)
+        fields = parse_qs((await request.body()).decode(errors="replace"), keep_blank_values=True)
         given = fields.pop("csrf", [""])[0]
         if not is_same_origin(request.headers) or not hmac.compare_digest(given.encode(), self._site.csrf.encode()):
             why = "This form does not come from a page of this server, or the server was restarted: reload the page."

@@ -13,7 +13,9 @@ import re
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from flywheel.system.server_limits import App, Receive, Scope, Send, read_body
+from starlette.requests import Request
+
+from flywheel.system.server_limits import App, Receive, Scope, Send
 from tests.serving.fake_vllm import answer
 
 Json = dict[str, Any]
@@ -28,9 +30,7 @@ class ScriptedModel:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(receive)
-        if body is None:
-            return
+        body = await Request(scope, receive).body()
         if self.failures:
             self.failures -= 1
             await answer(send, 503, {"error": {"message": "overloaded", "code": 503}})

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from flywheel.daemon import metrics_server
 from flywheel.serving.server import middleware
 from flywheel.sources.otlp import receiver as otlp
 from flywheel.system import log, server_limits
 from flywheel.system.connections import Connections, Protocol
-from flywheel.system.server_limits import ServerLimits, read_body, respond
+from flywheel.system.server_limits import ServerLimits, respond
 from flywheel.web import guard
 from tests.attacks.servers import OWN, WAIT_SECONDS, running, sent, status
 from tests.waiting import until
@@ -112,10 +113,10 @@ class Busy:
         self.may_answer = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if await read_body(receive) is not None:
-            self.read += 1
-            await self.may_answer.wait()
-            await respond(send, 200, b"", "text/plain")
+        await Request(scope, receive).body()
+        self.read += 1
+        await self.may_answer.wait()
+        await respond(send, 200, b"", "text/plain")
 
 
 async def test_many_bodies_at_once_are_all_read(tmp_path: Path) -> None:

@@ -545,7 +545,7 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
                 # A change whose response was lost may have taken effect, so ask the server.
                 before, now = step.before, await step.replica.alias(alias)
                 if (step.moves or before.waiting) and step.is_own(now):
-                    saved = before.path, before.sha256 or None, before.waiting, before.split, before.missing
+                    saved = before.path, before.sha256, before.waiting, before.split, before.missing
                     with contextlib.suppress(AliasChangedError):  # A rollback has set it since.
                         await step.replica.point(alias, before.target, step.target, *saved, now.revision)
             elif step.target in step.loaded:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
+import msgspec
 
 from flywheel.errors import Condition, ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
-from flywheel.serving.alias_target import AliasTarget, Split, version_names
+from flywheel.serving.adapter_files import FILES
+from flywheel.serving.alias_target import AliasTarget, ShownAliases, Split, version_names
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
-from flywheel.system.files import tree_bytes
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
 
 
@@ -111,12 +112,11 @@ MEASURED_AT_ONCE = 4
 @dataclass(frozen=True, slots=True)
 class Alias:
     """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
-    hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
-    changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
-    at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
-    alias until its target is set; empty if it answers. `missing` is the version of a split that is not loaded, whose
-    share the other one answers; empty if both are. `revision` increases by one with each
-    setting of the alias and differs between starts of the server; None if the server does not report it."""
+    hash of its files, None if none was recorded. `instance` changes with each start of the server. `max_adapters` can
+    be loaded at the same time; None if the server has no limit. `waiting` is the reason why the server refuses
+    requests to the alias until its target is set; empty if it answers. `missing` is the version of a split that is
+    not loaded, whose share the other one answers; empty if both are. `revision` increases by one with each setting of
+    the alias and differs between starts of the server; None for an alias that was never set there."""
 
     target: str
     path: str | None
@@ -221,20 +221,22 @@ class Replica:
         raise load_error(attempted, response, path, healthy=await self.ready())
 
     async def _send(self, path: str, sha256: str) -> bool:
-        """Send the files of an adapter; False to a server that does not accept any."""
-        attempted = f"send the adapter in {path} to {self.url}"
-
-        async def pieces() -> AsyncIterator[bytes]:
-            read = tree_bytes(Path(path))
-            while piece := await asyncio.to_thread(next, read, b""):
-                yield piece
-
-        response = await self._call(
-            "PUT", f"{routes.ADAPTERS}{sha256}", attempted, seconds=self._seconds, files=pieces()
-        )
-        if response.status_code not in (200, 404, 405):
-            raise refused(attempted, response)
-        return response.status_code == 200
+        """Send the files of an adapter; False to a server that does not accept any, or where they are not here."""
+        for name in FILES:
+            attempted = f"send {Path(path, name)} to {self.url}"
+            place, pieces = f"{routes.ADAPTERS}{sha256}/{name}", _pieces(Path(path, name))
+            try:
+                response = await self._call("PUT", place, attempted, seconds=self._seconds, file=pieces)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                why = f"it cannot be read: {error.strerror or error}"
+                raise ServeError(attempted, why, "Restore the adapter's files from a backup.") from error
+            if response.status_code == 404:
+                return False
+            if response.status_code != 200:
+                raise refused(attempted, response)
+        return True
 
     async def unload(self, name: str) -> bool:
         """Unload the name; requests in flight complete. False when it was not loaded."""
@@ -249,27 +251,28 @@ class Replica:
     async def alias(self, alias: str) -> Alias:
         """The target of `alias`; an alias that was never set points to the base model."""
         attempted = f"ask {self.url} what {alias} stands for"
-        answer = self._json(await self._call("GET", routes.ALIAS, attempted), attempted)
+        response = await self._call("GET", routes.ALIAS, attempted)
         try:
-            base = str(answer["base_model"])
-            target = str(answer["aliases"].get(alias, base))
-            path = answer["paths"].get(target)
-            # An older server that was not restarted yet has no digests.
-            sha256 = answer["digests"].get(target, "") if "digests" in answer else None
-            most = answer.get("max_adapters")
-            waiting, missing = (str(answer.get(name, {}).get(alias, "")) for name in ("waiting", "missing"))
-            shown = answer.get("splits", {}).get(alias)
-            split = None if shown is None else Split.of_json(shown)
+            shown = msgspec.convert(self._json(response, attempted), ShownAliases)
+            split = shown.splits.get(alias)
+            target = shown.aliases.get(alias, shown.base_model)
+            found = Alias(
+                target,
+                shown.paths.get(target),
+                shown.base_model,
+                shown.digests.get(target),
+                shown.instance,
+                shown.max_adapters,
+                shown.waiting.get(alias, ""),
+                Split.of_json(split) if split else None,
+                shown.missing.get(alias, ""),
+                shown.revisions.get(alias),
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             raise no_middleware(attempted) from None
-        if not base:
+        if not found.base_model:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
-        limit = most if isinstance(most, int) else None
-        instance = str(answer.get("instance", ""))
-        revisions = answer.get("revisions")
-        # Of an alias that was never set there, the server reports none.
-        revision = revisions.get(alias) if isinstance(revisions, dict) else None
-        return Alias(target, path, base, sha256, instance, limit, waiting, split, missing, revision)
+        return found
 
     async def calls(self, after: int, limit: int) -> CallPage | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
@@ -297,11 +300,6 @@ class Replica:
             response = await self._call("POST", routes.ERASE_CALLS, attempted, wanted, self._seconds)
             if response.status_code == 404 and "serving.call_log" in message_of(response):
                 return True
-            if response.status_code in (404, 405):
-                why = "an earlier version of Flywheel runs there, or another program"
-                raise ServeError(attempted, why, "Restart it with `flywheel serve`.").of_condition(
-                    Condition.MISCONFIGURED
-                )
             purged = self._json(response, attempted).get("purged")
             if not isinstance(purged, bool):
                 raise self._not_vllm(attempted)
@@ -338,9 +336,6 @@ class Replica:
             )
         if response.status_code != 200:
             raise refused(attempted, response)
-        if split and not self._json(response, attempted).get("split"):
-            why = "an older version of Flywheel runs there, which gives one version all requests"
-            raise ServeError(attempted, why, "Restart the server.").of_condition(Condition.MISCONFIGURED)
 
     async def logprobs(self, model: str, texts: Sequence[Sequence[int]]) -> list[float]:
         """The log-probability, in nats, of the last token of each text (token ids) under `model`.
@@ -401,7 +396,7 @@ class Replica:
         content: Any = None,
         seconds: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
-        files: AsyncIterator[bytes] | None = None,
+        file: AsyncIterator[bytes] | None = None,
     ) -> httpx2.Response:
         """The answer with headers and whole body, within `seconds` and of `max_bytes` at most."""
         if is_name(self.url):
@@ -415,7 +410,12 @@ class Replica:
         timeout = httpx2.Timeout(seconds or self._quick_seconds, connect=CONNECT_SECONDS)
         try:
             response = await self._http.request(
-                method, path, json=content, content=files, timeout=timeout, extensions={"max_bytes": max_bytes}
+                method,
+                path,
+                json=content,
+                content=file,
+                timeout=timeout,
+                extensions={"max_bytes": max_bytes},
             )
         except httpx2.TimeoutException as error:
             raise ServeError(
@@ -471,6 +471,12 @@ class Replica:
         return ServeError(attempted, f"its answer is not what vLLM answers{why}", hint).of_condition(
             Condition.MISCONFIGURED
         )
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while piece := await asyncio.to_thread(file.read, 1 << 20):
+            yield piece
 
 
 async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,8 +1,7 @@
 """Authentication of requests: the agents' key and the admin key.
 
 Keys are taken from where OpenAI's, Anthropic's and Azure's clients send them. vLLM's own check leaves many paths open
-(/invocations, /tokenize, …); here every path not listed in `routes` needs the admin key. Runs inside vLLM's process;
-only the standard library is imported.
+(/invocations, /tokenize, …); here every path not listed in `routes` needs the admin key.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
-"""Who sends a request, as far as it says so, and whether it may be recorded.
-
-Runs inside vLLM's process; only the standard library is imported, and modules that do the same.
-"""
+"""Who sends a request, as far as it says so, and whether it may be recorded."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
 
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES, RECORD_HEADER, forms_of, refuses_recording
 from flywheel.serving import routes
-from flywheel.serving.calls.request_parts import JsonScan
-from flywheel.serving.server.units import METADATA, USER, RequestText, short_text
+from flywheel.serving.server.asgi import members
+from flywheel.serving.server.units import METADATA, USER, short_text
 from flywheel.system.server_limits import Scope, header
-
-_USER_ID: Final = "user_id"
 
 
 class Caller(NamedTuple):
@@ -25,18 +21,17 @@ class Caller(NamedTuple):
     user: str
 
 
-def caller_of(scope: Scope, path: str, body: RequestText) -> Caller:
+def caller_of(scope: Scope, path: str, body: Mapping[str, msgspec.Raw]) -> Caller:
     """The conversation in the header, and `user` of the body (`metadata.user_id` of requests for messages), if it is
-    a short text."""
+    a short text. `body` are its `members`."""
     value = header(scope, CONVERSATION_HEADER.encode()).strip()
     named = value.decode("utf-8", "replace") if len(value) <= MAX_HEADER_BYTES else ""
-    raw = body.raw(USER)
-    if path == routes.MESSAGES:
-        metadata = body.raw(METADATA)
-        with contextlib.suppress(ValueError, IndexError):
-            raw = next((metadata[a:b] for key, a, b in JsonScan(metadata).members() if key == _USER_ID), raw)
+    raw = body.get(USER, msgspec.Raw())
+    if path == routes.MESSAGES and METADATA in body:
+        raw = members(bytes(body[METADATA])).get("user_id", raw)
     # Halves of surrogate pairs cannot be stored.
-    return Caller(named, short_text(raw).encode("utf-8", "replace").decode())
+    user = short_text(bytes(raw).decode("utf-8", "surrogateescape"))
+    return Caller(named, user.encode("utf-8", "replace").decode())
 
 
 class Exclusions:

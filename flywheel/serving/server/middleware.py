@@ -3,8 +3,7 @@
 It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
 before the request reaches vLLM: a request in flight keeps its version, and the answer's `model`
 and id name it. Requests to an alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
-models includes the aliases. `management` reads and sets aliases, and `routes` lists the paths. Only the standard
-library is imported, and modules that do the same.
+models includes the aliases. `management_endpoints` reads and sets aliases, and `routes` lists the paths.
 """
 
 from __future__ import annotations
@@ -17,23 +16,35 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+from starlette.requests import Request
+
 from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
 from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.serving.calls.request_parts import JsonScan, TooComplexError
 from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, FILE_VARIABLE, ServerSettings
 from flywheel.serving.server.alias_table import AliasTable, listed, not_found, unknown_model
-from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
+from flywheel.serving.server.asgi import (
+    changed,
+    in_utf8,
+    is_json,
+    members,
+    models_in,
+    refuse,
+    route_path,
+    with_body,
+    with_header,
+)
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
-from flywheel.serving.server.sent_adapters import SECONDS, SentAdapters
+from flywheel.serving.server.sent_adapters import LIMIT, SECONDS, SentAdapters
 from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
 from flywheel.system.server_limits import (
     App,
@@ -45,13 +56,7 @@ from flywheel.system.server_limits import (
     Send,
     ServerLimits,
     header,
-    read_body,
 )
-
-MAX_MODEL_KEYS: Final = 4
-"""Maximum number of `model` keys; the last one counts."""
-MAX_KEYS: Final = 1000
-"""Maximum number of top-level keys: each takes a step of Python on the server's event loop."""
 
 
 class Rewritten(NamedTuple):
@@ -62,61 +67,30 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_model(
-    body: bytes, resolve: Callable[[str, RequestText], str | None], request_id: Callable[[str], str] | None = None
+    body: bytes,
+    resolve: Callable[[str, Mapping[str, msgspec.Raw]], str | None],
+    request_id: Callable[[str], str] | None = None,
 ) -> Rewritten:
-    """`body` with the top-level `model` of its JSON object replaced if `resolve` returns another name for it.
+    """`body`, a JSON object, with another `model` if `resolve` returns one for its `members`.
 
     With `request_id`, a request to an alias gets the `request_id` that it returns for the target.
 
-    Bodies that are not a JSON object in one of the server's encodings are returned unchanged, or with the target's
-    name; the server refuses them. Raises RefusedError for a body that is nested too deeply, or has too many keys,
-    objects or lists.
+    Bodies that are not a JSON object in one of the server's encodings are returned unchanged: the server refuses
+    them. Raises RefusedError as `models_in` does.
     """
-    encoding = json.detect_encoding(body)
     try:
-        text = body.decode(encoding, "surrogatepass")
-        found = _members(text)
-        request = RequestText(text, {key: (start, end) for key, start, end in found if key in MEMBERS})
-        found = [member for member in found if member[0] not in MEMBERS]
-        targets = [_target(request, start, resolve) for key, start, _ in found if key == "model"]
-    except TooComplexError as error:
-        raise RefusedError(400, f"the body {error}") from None
-    except (ValueError, IndexError):
+        text = in_utf8(body)
+        models, found = models_in(text), members(text)
+    except ValueError:
         return Rewritten(body, None)
-    if all(target is None for target in targets):
+    targets = [resolve(model, found) if isinstance(model, str) else None for model in models]
+    target = targets[-1] if targets else None
+    if target is None:
         return Rewritten(body, None)
-    target = targets[-1]
-    new_id = request_id(target) if request_id and target is not None else None
-    parts, kept = [], 0
-    if new_id is not None and all(key != "request_id" for key, *_ in found):
-        kept = text.index("{") + 1
-        parts = [text[:kept], f'"request_id": {json.dumps(new_id)}, ']
-    models = iter(targets)
-    for key, start, end in found:
-        value = next(models) if key == "model" else new_id
-        if value is not None:
-            parts += [text[kept:start], json.dumps(value)]
-            kept = end
-    return Rewritten("".join([*parts, text[kept:]]).encode(encoding, "surrogatepass"), target)
-
-
-def _members(text: str) -> list[tuple[str, int, int]]:
-    """Key, start and end of the top-level values `model` and `request_id`, and of those that assign a request."""
-    found = []
-    models = 0
-    for count, (key, start, end) in enumerate(JsonScan(text).members(), 1):
-        models += key == "model"
-        if models > MAX_MODEL_KEYS or count > MAX_KEYS:
-            more = f"{MAX_MODEL_KEYS} `model` keys" if models > MAX_MODEL_KEYS else f"{MAX_KEYS:,} keys"
-            raise TooComplexError(f"has more than {more}")
-        if key in ("model", "request_id") or key in MEMBERS:
-            found.append((key, start, end))
-    return found
-
-
-def _target(request: RequestText, start: int, resolve: Callable[[str, RequestText], str | None]) -> str | None:
-    is_text = request.text[start] == '"'
-    return resolve(json.JSONDecoder().raw_decode(request.text, start)[0], request) if is_text else None
+    added = {"model": target, **({"request_id": request_id(target)} if request_id else {})}
+    # Of members with one name, the server reads the last: what the client sent stays as it is.
+    parts = (memoryview(text)[: text.rindex(b"}")], b", ", msgspec.json.encode(added)[1:])
+    return Rewritten(b"".join(parts), target)
 
 
 POLL_SECONDS = 0.05
@@ -182,9 +156,9 @@ class AliasMiddleware:
         self._slots = AdapterSlots(app, self._aliases, settings.max_adapters, sent_adapters, settings.base_path)
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
-            hint, most = "The limit is serving.max_adapter_gb.", sent.max_bytes
+            most = sent.max_bytes
             of_files = dataclasses.replace(
-                limits, body_bytes=most, body_hint=hint, bodies=2, bodies_held=2, body_seconds=SECONDS
+                limits, body_bytes=most, body_hint=LIMIT, bodies=2, bodies_held=2, body_seconds=SECONDS
             )
             self._sending = Limited(self._let_in, of_files, refuse)
         self._address = settings.address
@@ -245,7 +219,7 @@ class AliasMiddleware:
         path = route_path(scope)
         sender, assigned, caller = credential_of(key), Assignment(""), Caller("", "")
 
-        def resolve(model: str, body: RequestText) -> str | None:
+        def resolve(model: str, body: Mapping[str, msgspec.Raw]) -> str | None:
             nonlocal assigned, caller
             if why := self._aliases.waiting.get(model):
                 raise RefusedError(503, f"{model} has no answer yet: {why}")
@@ -253,16 +227,16 @@ class AliasMiddleware:
             if target is not None:
                 caller = caller_of(scope, path, body)
                 missing = self._aliases.missing.get(model, "")
-                assigned = assign(target, missing, scope, sender, body, self._version)
+                # Only a split needs to know the request.
+                request_text = _request_text(body if target.split else {})
+                assigned = assign(target, missing, scope, sender, request_text, self._version)
                 return assigned.version
             if not may_ask(model):
                 raise RefusedError(404, unknown_model(model, self._aliases.targets))
             return None
 
         started_ns = time.time_ns()
-        request = await read_body(receive)
-        if request is None:
-            return  # The client disconnected before the end of its request.
+        request = await Request(scope, receive).body()
         marked = functools.cache(self._new_request_id)  # The same id in the header, the body and the call log.
         # vLLM takes the id of a response from the header, but this path's from the body.
         in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None
@@ -316,6 +290,15 @@ class AliasMiddleware:
             how = f"waits: {waiting[alias]}" if alias in waiting else f"is answered by {' and '.join(names)}"
             targets.append(f"{alias} {how}")
         return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"
+
+
+def _request_text(found: Mapping[str, msgspec.Raw]) -> RequestText:
+    text, places = "", {}
+    for name in found.keys() & MEMBERS:
+        raw = bytes(found[name]).decode("utf-8", "surrogateescape")  # The server refuses what is no UTF-8.
+        places[name] = (len(text), len(text) + len(raw))
+        text += raw
+    return RequestText(text, places)
 
 
 def _at(scope: Scope, path: str) -> Scope:

@@ -1,11 +1,12 @@
 """Chooses vLLM's parsers of tool calls and reasoning for a model, and says whether its chat template writes tools.
 
-A model's family is recognised by its name and by the type in its `config.json`, its formats by its chat template, if
-these files are on this machine. Names of parsers are those of vLLM 0.32.
+A model's family is recognised by the format of tool calls in its chat template, by the type in its `config.json`, and
+by its name, which alone is there before a download. Names of parsers are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,8 +26,10 @@ class Parsers(NamedTuple):
 class _Family(NamedTuple):
     """A model family and its parsers."""
 
+    format: str
+    """Pattern for its tool calls, as its chat template writes them; empty if it is not known."""
     types: str
-    """Pattern for the beginning of the model type."""
+    """Pattern for the beginning of the model type; empty if it has the type of another family."""
     names: str
     """Pattern for any part of the model's name, in small letters."""
     tool: str
@@ -34,53 +37,47 @@ class _Family(NamedTuple):
     """For the models of the family that reason."""
 
 
-_NO_TYPE: Final = r"(?!)"
+_DEEPSEEK: Final = r"<｜tool▁calls▁begin｜>(?=.*```json)"
+_LLAMA: Final = r'<\|python_tag\|>|"parameters": dictionary of argument name'
+_XML: Final = r"<function="
+_JSON: Final = r"<tool_call>"
 _FAMILIES: Final = (
-    # Distilled into another family's architecture, with the format of the teacher.
-    _Family(_NO_TYPE, r"r1[-_]distill|deepseek[-_]r1", "deepseek_v3", "deepseek_r1"),
-    _Family(_NO_TYPE, r"hermes", "hermes"),
-    _Family(_NO_TYPE, r"xlam", "xlam"),
-    _Family(_NO_TYPE, r"functiongemma", "functiongemma"),
-    _Family("deepseek_v4", r"deepseek[-_]v4", "deepseek_v4", "deepseek_v4"),
-    _Family("deepseek_v32", r"deepseek[-_]v3\.2", "deepseek_v32", "deepseek_v3"),
-    _Family(_NO_TYPE, r"deepseek[-_]v3\.1", "deepseek_v31", "deepseek_v3"),
-    _Family("deepseek_v3", r"deepseek[-_]v3", "deepseek_v3", "deepseek_r1"),
-    _Family("glm4_moe_lite|glm_moe", r"glm[-_](4\.7|5)", "glm47", "glm47"),
-    _Family("glm4_moe", r"glm[-_]4\.[56]", "glm45", "glm45"),
-    _Family("gpt_oss", r"gpt[-_]oss", "openai", "openai_gptoss"),
-    _Family(_NO_TYPE, r"qwq", "hermes", "deepseek_r1"),
-    _Family("qwen3_5", r"qwen3[-_]coder|qwen3\.[5-9]", "qwen3_coder", "qwen3"),
-    _Family("qwen3", r"qwen3", "hermes", "qwen3"),
-    _Family("qwen2", r"qwen2", "hermes", "deepseek_r1"),
-    _Family("llama4", r"llama[-_]?4", "llama4_pythonic"),
-    _Family(_NO_TYPE, r"llama[-_]?3", "llama3_json"),
-    _Family("mistral|mixtral|ministral", r"mi[sx]tral|ministral|devstral|magistral", "mistral", "mistral"),
-    _Family("kimi_k2", r"kimi[-_]k2", "kimi_k2", "kimi_k2"),
-    _Family("minimax_m2", r"minimax[-_]m2", "minimax_m2", "minimax_m2"),
-    _Family("granitemoehybrid", r"granite[-_]4", "granite4"),
-    _Family("granite", r"granite[-_]3", "granite"),
-    _Family("gemma4", r"gemma[-_]?4", "gemma4", "gemma4"),
-    _Family(_NO_TYPE, r"phi[-_]4[-_]mini", "phi4_mini_json"),
-    _Family("seed_oss", r"seed[-_]oss", "seed_oss", "seed_oss"),
-    _Family("olmo3", r"olmo[-_]?3", "olmo3", "olmo3"),
-    _Family("hunyuan_v1_moe", r"hunyuan[-_]a13b", "hunyuan_a13b", "hunyuan_a13b"),
-    _Family("ernie4_5", r"ernie[-_]4\.5", "ernie45", "ernie45"),
-    _Family("internlm2", r"internlm2", "internlm"),
-    _Family("jamba", r"jamba", "jamba"),
-    _Family("lfm2", r"lfm2", "lfm2"),
-    _Family("apertus", r"apertus", "apertus"),
+    # Of those with one format, the first stands for models of other types and names.
+    _Family(_DEEPSEEK, "", r"r1[-_]distill|deepseek[-_]r1", "deepseek_v3", "deepseek_r1"),
+    _Family(_DEEPSEEK, "deepseek_v3$", r"deepseek[-_]v3(?!\.[12])", "deepseek_v3", "deepseek_r1"),
+    _Family(r"<｜tool▁calls▁begin｜>", "", r"deepseek[-_]v3\.1", "deepseek_v31", "deepseek_v3"),
+    _Family(
+        r"\[TOOL_CALLS\]", "mi[sx]tral|ministral", r"mi[sx]tral|ministral|devstral|magistral", "mistral", "mistral"
+    ),
+    _Family(_XML, "qwen3_5", r"qwen3[-_]coder|qwen3\.[5-9]", "qwen3_coder", "qwen3"),
+    _Family(r"\{function-name\}<arg_key>", "glm4_moe_lite|glm_moe", r"glm[-_](4\.7|5)", "glm47", "glm47"),
+    _Family(r"<arg_key>", "glm4_moe", r"glm[-_]4\.[56]", "glm45", "glm45"),
+    _Family(_JSON, "", r"hermes", "hermes"),
+    _Family(_JSON, "", r"qwq", "hermes", "deepseek_r1"),
+    _Family(_JSON, "qwen3", r"qwen3", "hermes", "qwen3"),
+    _Family(_JSON, "qwen2", r"qwen2", "hermes", "deepseek_r1"),
+    _Family(_LLAMA, "", r"llama[-_]?3", "llama3_json"),
+    _Family(_LLAMA, "llama4", r"llama[-_]?4", "llama4_pythonic"),
+    _Family("", "", r"xlam", "xlam"),
+    _Family("", "", r"functiongemma", "functiongemma"),
+    _Family("", "", r"phi[-_]4[-_]mini", "phi4_mini_json"),
+    _Family("", "deepseek_v4", r"deepseek[-_]v4", "deepseek_v4", "deepseek_v4"),
+    _Family("", "deepseek_v32", r"deepseek[-_]v3\.2", "deepseek_v32", "deepseek_v3"),
+    _Family(r"<\|channel\|>commentary", "gpt_oss", r"gpt[-_]oss", "openai", "openai_gptoss"),
+    _Family("", "kimi_k2", r"kimi[-_]k2", "kimi_k2", "kimi_k2"),
+    _Family("", "minimax_m2", r"minimax[-_]m2", "minimax_m2", "minimax_m2"),
+    _Family("", "granitemoehybrid", r"granite[-_]4", "granite4"),
+    _Family("", "granite", r"granite[-_]3", "granite"),
+    _Family(r"<\|tool_call>call:", "gemma4", r"gemma[-_]?4", "gemma4", "gemma4"),
+    _Family("", "seed_oss", r"seed[-_]oss", "seed_oss", "seed_oss"),
+    _Family("", "olmo3", r"olmo[-_]?3", "olmo3", "olmo3"),
+    _Family("", "hunyuan_v1_moe", r"hunyuan[-_]a13b", "hunyuan_a13b", "hunyuan_a13b"),
+    _Family("", "ernie4_5", r"ernie[-_]4\.5", "ernie45", "ernie45"),
+    _Family("", "internlm2", r"internlm2", "internlm"),
+    _Family("", "jamba", r"jamba", "jamba"),
+    _Family(r"<\|tool_call_start\|>", "lfm2", r"lfm2", "lfm2"),
+    _Family("", "apertus", r"apertus", "apertus"),
 )
-_FORMATS: Final = (
-    (re.compile(r"<｜tool▁calls▁begin｜>.*```json", re.DOTALL), "deepseek_v3"),
-    (re.compile(r"<｜tool▁calls▁begin｜>"), "deepseek_v31"),
-    (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
-    (re.compile(r'<\|python_tag\|>|"parameters": dictionary of argument name'), "llama3_json"),
-    (re.compile(r"<function="), "qwen3_coder"),
-    (re.compile(r"<tool_call>"), "hermes"),
-)
-"""Tool calls as chat templates write them, and their parsers: for architectures with several formats, and for unknown
-families."""
-_SHARED: Final = frozenset({None, "deepseek_v3", "llama3_json", "qwen3_coder", "hermes"})
 _THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
 """In a chat template: reasoning can be switched on, or the answer begins with it."""
 _TOOLS: Final = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
@@ -148,14 +145,26 @@ def _known(name: str, folder: Path | None) -> Parsers:
     settings = _json(folder / "config.json") if folder else None
     kind = str(settings.get("model_type") or "") if isinstance(settings, dict) else ""
     template = _template(folder) if folder else ""
-    named = (family for family in _FAMILIES if re.search(family.names, name))
-    alike = (family for family in _FAMILIES if re.match(family.types, kind))
-    family = next(named, None) or next(alike, None)
-    tool = family.tool if family else None
-    if tool in _SHARED:
-        tool = next((parser for written, parser in _FORMATS if written.search(template)), tool)
-    reasoning = family.reasoning if family else None
-    return Parsers(tool, reasoning if reasoning and _thinks(name, template, reasoning) else None)
+    family = _family(name, kind, template)
+    if family is None:
+        return Parsers()
+    reasoning = family.reasoning
+    return Parsers(family.tool, reasoning if reasoning and _thinks(name, template, reasoning) else None)
+
+
+def _family(name: str, kind: str, template: str) -> _Family | None:
+    formats = (family.format for family in _FAMILIES if family.format)
+    written = next((each for each in formats if re.search(each, template, re.DOTALL)), "")
+    of_format = [family for family in _FAMILIES if written in ("", family.format)]
+    named = [family for family in of_format if re.search(family.names, name)]
+    typed = (
+        family
+        for family in _FAMILIES
+        if (family in of_format or not family.format) and family.types and re.match(family.types, kind)
+    )
+    # The type of a family that has that of another one says nothing of it.
+    without_type = (family for family in named if not family.types)
+    return next(itertools.chain(without_type, typed, named, of_format if written else ()), None)
 
 
 def _thinks(name: str, template: str, reasoning: str) -> bool:

@@ -5,7 +5,6 @@ Checks and builds its arguments and its environment. It never imports vLLM, whic
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import logging
@@ -39,12 +38,14 @@ from flywheel.serving.server.alias_table import read_aliases, write_aliases
 from flywheel.serving.server.left_processes import environment as server_environment
 from flywheel.serving.server.left_processes import left_processes
 from flywheel.serving.server.middleware import AliasMiddleware
-from flywheel.serving.server.model_parsers import Parsers, parsers_of
+from flywheel.serving.server.model_parsers import parsers_of
 from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.system import own_package
 from flywheel.system.files import make_private
 from flywheel.system.server_limits import is_loopback
+
+log = logging.getLogger(__name__)
 
 OWN_ARGUMENTS: Final = {
     "--api-key": "serving.api_key_env",
@@ -66,11 +67,6 @@ BREAKING_ARGUMENTS: Final = {
 }
 """Forbidden arguments, with the reason."""
 DATA_PARALLEL: Final = ("--data-parallel", "-dp", "--api-server-count", "-asc")
-_REGISTRIES: Final = {
-    "serving.tool_call_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER", "--tool-parser-plugin"),
-    "serving.reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER", "--reasoning-parser-plugin"),
-}
-"""For each setting: vLLM's registry of parsers, and the argument that adds others."""
 _ATTEMPTED: Final = "start the inference server"
 
 
@@ -99,46 +95,15 @@ def has_tls(extra_args: Sequence[str]) -> bool:
 
 
 def chat_arguments(base: str, serving: ServingSettings) -> list[str]:
-    """vLLM's arguments for chats: the parsers of a base model, and the user's own. Raises ServeError."""
-    parsers = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
-    return [*_parser_arguments(parsers, serving.extra_args), *serving.extra_args]
-
-
-def _parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
-    """vLLM's arguments for the parsers. Raises ServeError for a parser that the installed vLLM does not have."""
-    for setting, name in zip(_REGISTRIES, parsers, strict=True):
-        known = _known(setting, extra_args)
-        if name and known and name not in known:
-            raise ServeError(
-                _ATTEMPTED,
-                f"the installed vLLM has no parser called {name}",
-                f"Set {setting} to `none`, or to one of {', '.join(sorted(known))}.",
-            )
-    arguments = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tool] if parsers.tool else []
-    return arguments + (["--reasoning-parser", parsers.reasoning] if parsers.reasoning else [])
-
-
-def _known(setting: str, extra_args: Sequence[str]) -> frozenset[str]:
-    """The parsers in vLLM's source (importing vLLM takes seconds); none if they cannot be determined."""
-    package, variable, plugin = _REGISTRIES[setting]
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.origin or any(_flag(argument) == plugin for argument in extra_args):
-        return frozenset()
-    try:
-        tree = ast.parse((Path(found.origin).parent / package / "__init__.py").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return frozenset()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and [variable] == [getattr(target, "id", "") for target in node.targets]:
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
+    """vLLM's arguments for chats: the parsers of a base model, and the user's own."""
+    tool, reasoning = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
+    arguments = ["--enable-auto-tool-choice", "--tool-call-parser", tool] if tool else []
+    return arguments + (["--reasoning-parser", reasoning] if reasoning else []) + [*serving.extra_args]
 
 
 def _flag(argument: str) -> str:
     return argument.partition("=")[0].replace("_", "-")
 
-
-log = logging.getLogger(__name__)
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
@@ -248,7 +213,7 @@ def adopt(config: Config, versions: Mapping[str, str] | None = None) -> None:
     if damage or why:
         log.warning("nothing is adopted from %s: %s", folder, damage or why)
         return
-    copies, known = SentAdapters(sent_adapters(config), 0), {*saved, *(versions or {})}
+    copies, known = SentAdapters(sent_adapters(config)), {*saved, *(versions or {})}
     for alias in (each for each in config.aliases if each in current and each not in known):
         target = current[alias]
         try:
@@ -284,8 +249,8 @@ def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
         )
     for left in left_processes(config.state_dir):
         log.warning("%s: it is ended", left)
-        if not left.end(config.state_dir):
-            log.error("process %d could not be ended and may keep memory of the GPU", left.pid)
+        if not left.end():
+            log.error("process %d could not be ended and may keep memory of the GPU", left.process.pid)
     os.execve(arguments[0], arguments, {**os.environ, **environment, **server_environment(config.state_dir)})
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from google.rpc import code_pb2
+from starlette.requests import Request
 
 from flywheel.config.ingest import host_and_port
 from flywheel.errors import ReceiverError
@@ -42,7 +43,6 @@ from flywheel.system.server_limits import (
     Send,
     ServerLimits,
     header,
-    read_body,
     respond,
 )
 from flywheel.system.web_server import BackgroundServer, bearer_token, bound_socket, check_token
@@ -112,9 +112,7 @@ class TracesEndpoint:
                 415, f"content encoding {compression!r} is not understood; send {' or '.join(WINDOWS)}"
             )
         try:
-            body = await read_body(receive)
-            if body is None:
-                return  # The client disconnected before its body had arrived.
+            body = await Request(scope, receive).body()
             async with self._free:
                 answer = await self._decode_and_store(body, compression, encoding)
         except asyncio.CancelledError:

@@ -41,10 +41,10 @@ async def test_load_flip_unload(client: Replica, tmp_path: Path) -> None:
     first = await client.alias("agent")
     instance, revision = first.instance, first.revision
     assert revision is not None
-    assert first == Alias(BASE, None, BASE, "", instance, revision=revision)
+    assert first == Alias(BASE, None, BASE, None, instance, revision=revision)
     await client.point("agent", "agent@r0001", BASE, path, "a hash")
     assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash", instance, revision=revision + 1)
-    assert await client.alias("never-set") == Alias(BASE, None, BASE, "", instance)
+    assert await client.alias("never-set") == Alias(BASE, None, BASE, None, instance)
     with pytest.raises(ServeError, match="an alias stands for agent@r0001"):
         await client.unload("agent@r0001")
     await client.point("agent", BASE, "agent@r0001")

@@ -89,7 +89,7 @@ def test_what_a_killed_server_leaves_is_named_and_then_ended(
     other, engine_of_another_state = start(tmp_path / "other")
     killed(server)
     killed(other)
-    assert [(left.pid, left.server) for left in left_processes(config.state_dir)] == [(engine, server.pid)]
+    assert [(left.process.pid, left.server) for left in left_processes(config.state_dir)] == [(engine, server.pid)]
 
     monkeypatch.setattr("flywheel.serving.server.left_processes.PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(os, "execve", lambda *_: None)
@@ -103,17 +103,17 @@ def test_what_a_killed_server_leaves_is_named_and_then_ended(
 
 @pytest.mark.slow
 def test_a_process_id_that_was_given_to_another_process_is_no_server(config: Config, start: Start) -> None:
-    """Here that of this test, which has started at another time than the server had."""
+    """Here that of this test, which has not the server's mark."""
     code = "import sys; print(1, flush=True); sys.stdin.read()"
     mark = {
         "FLYWHEEL_SERVER_STATE": os.path.realpath(config.state_dir),
-        "FLYWHEEL_SERVER_PROCESS": f"{os.getpid()} 1 abc",
+        "FLYWHEEL_SERVER_PROCESS": f"{os.getpid()} abc",
     }
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env={**os.environ, **mark}, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert [left.pid for left in left_processes(config.state_dir)] == [process.pid]
+        assert [left.process.pid for left in left_processes(config.state_dir)] == [process.pid]
         process.kill()
     assert list(left_processes(config.state_dir)) == []

@@ -6,8 +6,6 @@ import asyncio
 import http.client
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,7 +108,7 @@ def test_a_body_with_many_models_is_a_wrong_request(app: FakeVllm, url: str) -> 
     headers = {"content-type": "application/json"}
     refused = httpx2.post(f"{url}/v1/chat/completions", content=body, headers=headers)
     assert refused.status_code == 400
-    assert "`model` keys" in refused.json()["error"]["message"]
+    assert "more than 1,000 keys" in refused.json()["error"]["message"]
     assert app.calls == []
 
 
@@ -191,6 +189,35 @@ def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, ur
     connection.close()
     assert httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json()["model"] == BASE
     assert app.bodies == []
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/flywheel/alias", "/v1/load_lora_adapter"])
+async def test_a_client_that_leaves_is_no_error_of_the_server(path: str) -> None:
+    async def app(scope: object, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ValueError("of the app")
+
+    async def asked(*messages: Message) -> list[Message]:
+        left, sent = [*messages], list[Message]()
+
+        async def receive() -> Message:
+            return left.pop(0)
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        method = "PUT" if path == "/flywheel/alias" else "POST"
+        await with_middleware(app)(
+            {"type": "http", "method": method, "path": path, "headers": headers}, receive, send
+        )
+        return sent
+
+    part = {"type": "http.request", "body": b"{", "more_body": True}
+    assert await asked(part, {"type": "http.disconnect"}) == []
+    if path == "/v1/embeddings":
+        with pytest.raises(ValueError, match="of the app"):
+            await asked(part, {"type": "http.request", "body": b"}"})
 
 
 def test_the_list_of_models_names_the_alias(app: FakeVllm, url: str) -> None:
@@ -305,17 +332,6 @@ async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) ->
         await asyncio.gather(*asking)
     assert wrong == []
     assert answered >= 30
-
-
-@pytest.mark.slow
-def test_it_imports_nothing_beyond_the_standard_library() -> None:
-    code = (
-        "import sys; before = set(sys.modules); import flywheel.serving.server.middleware\n"
-        "tops = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "print(sorted(tops - set(sys.stdlib_module_names) - {'flywheel'}))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 def test_each_alias_of_a_server_has_a_target_of_its_own(app: FakeVllm) -> None:

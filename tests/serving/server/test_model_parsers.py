@@ -1,4 +1,4 @@
-"""Parsers by a model's family: from its name, its type and its chat template, and all of them are vLLM's."""
+"""Parsers by a model's family: from its chat template, its type and its name, and all of them are vLLM's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.serving.server.model_parsers import _FAMILIES, _FORMATS, Parsers, parsers_of
-from flywheel.serving.server.vllm_command import _known
+from flywheel.serving.server.model_parsers import _FAMILIES, Parsers, parsers_of
 from tests.conftest import POLICY
+from tests.factories.chat_templates import template_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,17 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
+@pytest.mark.slow
 @pytest.mark.training
+@pytest.mark.filterwarnings("ignore")
 def test_every_parser_is_one_of_vllms() -> None:
-    tools, reasoning = (_known(f"serving.{kind}_parser", []) for kind in ("tool_call", "reasoning"))
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    tools, reasoning = {*ToolParserManager.list_registered()}, {*ReasoningParserManager.list_registered()}
     assert {"hermes", "mistral", "llama3_json"} <= tools
     assert {"qwen3", "deepseek_r1"} <= reasoning
-    assert {family.tool for family in _FAMILIES} | {parser for _, parser in _FORMATS} <= tools
+    assert {family.tool for family in _FAMILIES} <= tools
     assert {family.reasoning for family in _FAMILIES} - {None} <= reasoning
 
 
@@ -84,7 +89,13 @@ HYBRID = "{{ '<tool_call>' }}{%- if enable_thinking is defined and enable_thinki
             "deepseek_v3",
             "deepseek_r1",
         ),
-        ("deepseek_v3", "{{'<｜tool▁calls▁begin｜>'}}", "deepseek_v31", None),
+        ("deepseek_v3", "{{'<｜tool▁calls▁begin｜>'}}", "deepseek_v31", "deepseek_v3"),
+        ("llama4", "{{ '<|python_tag|>' }}", "llama4_pythonic", None),
+        ("qwen2", "{{ '[TOOL_CALLS]' }}", "mistral", None),
+        ("mistral", "{{ '<tool_call>' }}", "hermes", None),
+        ("glm4_moe", "<tool_call>{function-name}\n<arg_key>", "glm45", None),
+        ("glm4_moe", "<tool_call>{function-name}<arg_key>", "glm47", None),
+        ("ernie4_5_moe", "{{ '<tool_call>' }}", "ernie45", None),
         ("llama", "{{ '<|python_tag|>' }}", "llama3_json", None),
         ("llama", "{{ '<tool_call>' }}", "hermes", None),
         ("llama", "{{ messages }}", None, None),
@@ -98,6 +109,28 @@ def test_by_type_and_template(
     tmp_path: Path, kind: str, template: str | None, tool: str | None, reasoning: str | None
 ) -> None:
     assert parsers_of(model(tmp_path / "policy", kind, template)) == Parsers(tool, reasoning)
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(
+    ("name", "tool"),
+    [
+        ("deepseekv3", "deepseek_v3"), ("gemma4", "gemma4"), ("glm4moe", "glm45"), ("gptoss", "openai"),
+        ("lfm2_v2", "lfm2"), ("llama3_1", "llama3_json"), ("qwen2_5", "hermes"), ("qwen3", "hermes"),
+        ("qwen3_6", "qwen3_coder"), ("phi3", None),
+    ],
+)  # fmt: skip
+def test_genuine_templates(tmp_path: Path, name: str, tool: str | None) -> None:
+    assert parsers_of(model(tmp_path / "policy", "", template_of(name))).tool == tool
+
+
+def test_the_template_goes_before_the_type_and_the_type_before_the_name(tmp_path: Path) -> None:
+    assert parsers_of(str(tmp_path / "Qwen3-Coder")) == Parsers("qwen3_coder", None), "before a download"
+    assert parsers_of(model(tmp_path / "Qwen3-Coder", "mistral")) == Parsers("mistral", None)
+    assert parsers_of(model(tmp_path / "Mistral-7B", "mistral", HYBRID)) == Parsers("hermes", None)
+    # The type of these is that of another family.
+    assert parsers_of(model(tmp_path / "xLAM-2", "qwen2")) == Parsers("xlam", None)
+    assert parsers_of(model(tmp_path / "Hermes-3", "mistral", HYBRID)) == Parsers("hermes", None)
 
 
 def test_a_template_among_the_tokenizers_settings(tmp_path: Path) -> None:

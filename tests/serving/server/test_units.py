@@ -193,14 +193,38 @@ def test_what_is_no_json_is_left_to_the_server(body: bytes) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        '[{"role" "user"}]', '["user", {"role": 1}, null]', '{"role": "user"}', '[{"role": "\\u00"}]',
-        '[{"role": "us\x01er"}]', "[{}]", '[{"role": {"role": "user"}}]', '[{"role": "\\ud800"}]', "17", "[[],[]]",
+        '["user", {"role": 1}, null]', '{"role": "user"}', "[{}]", '[{"role": {"role": "user"}}]',
+        '[{"role": "\\ud800"}]', "17", "[[],[]]",
     ],
 )  # fmt: skip
 def test_messages_without_a_user_are_one_unit(messages: str) -> None:
     server = Server()
     assert server.send(f'{{"model": "agent", "messages": {messages}}}'.encode()) == 200
     assert server.calls[-1].unit_kind == "fallback"
+
+
+@pytest.mark.parametrize("messages", ['[{"role" "user"}]', '[{"role": "\\u00"}]', '[{"role": "us\x01er"}]'])
+def test_messages_that_are_no_json_reach_the_server_as_they_are(messages: str) -> None:
+    server = Server()
+    body = f'{{"model": "agent", "messages": {messages}}}'.encode()
+    assert server.send(body) == 200
+    assert (server.bodies, server.calls) == ([body], [])
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        b'"messages": [{"role": "user", "content": "\xff"}]',
+        b'"messages": [{"role": "\xff"}]',
+        b'"messages": [], "metadata": {"user_id": "\xff"}',
+        b'"messages": [], "user": "\xff"',
+        b'"messages": [], "user": "\xed\xa0\x80", "metadata": {"user_id": "\xed\xa0\x80"}',
+    ],
+)
+def test_bytes_that_are_no_utf8_are_no_error_of_the_middleware(members: bytes) -> None:
+    server = Server()
+    for path in (CHAT, "/v1/messages"):
+        assert server.send(b'{"model": "agent", ' + members + b"}", path) == 200
 
 
 def test_escapes_are_read() -> None:
@@ -318,8 +342,8 @@ def test_a_body_is_walked_once_and_its_messages_up_to_the_first_of_the_user() ->
 
     body = {"messages": [system, USER, *later], "tools": [{"a": 1}] * 500}
     with mock.patch.object(request_parts.JsonScan, "_end", counted):
-        assert walked(body, x_flywheel_conversation="c") == 3  # The three members of the body.
-        # Besides, two messages and their roles.
-        assert walked(body) <= 3 + 2 + 2
+        assert walked(body, x_flywheel_conversation="c") == 0
+        # Two messages and their roles.
+        assert walked(body) <= 2 + 2
         nobody = {"messages": [system, *later, *later]}
         assert walked(nobody) <= 2 + 2 * 64

@@ -229,19 +229,6 @@ def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("kind", ["tool_call", "reasoning"])
-def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str) -> None:
-    setting = f"{kind}_parser"
-    with pytest.raises(ServeError, match="no parser called qwne") as refused:
-        vllm_command.command(make(**{setting: "qwne"}))
-    assert f"serving.{setting}" in refused.value.hint
-    assert "mistral" in refused.value.hint
-    plugin = "--tool-parser-plugin" if kind == "tool_call" else "--reasoning-parser-plugin"
-    arguments, _ = vllm_command.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
-    assert "qwne" in arguments
-
-
-@pytest.mark.training
 def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free_port: int
 ) -> None:
