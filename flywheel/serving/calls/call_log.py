@@ -1,40 +1,41 @@
-"""The call log: an SQLite file of model requests and their responses, byte for byte, in the order of their ends.
+"""The call log: an SQLite file of model requests and their responses, in the order of their ends.
 
 The inference server writes one, and the daemon a copy of those of all servers. The parts of request bodies
-(`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. Standard library
-only, because the server's middleware imports it.
+(`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. The server's
+middleware imports it: the standard library and msgspec, which vLLM requires, are all that it uses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import secrets
 import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
-from flywheel.serving.calls import erasure, histories
-from flywheel.serving.calls.request_parts import messages_in, packed, parts_of, runs
+from flywheel.serving.calls import erasure
+from flywheel.serving.calls.request_parts import split
+from flywheel.serving.calls.stored_parts import contents_of, hash_of, numbers_of, packed, resending, runs
 from flywheel.system.files import file_identity, make_private_database
 from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Files of format 1 have calls whose part numbers were packed in another way; `stored_parts.runs` reads both."""
 BUSY_SECONDS: Final = 5.0
 CALLS_PER_STEP: Final = 100
 """Calls that one transaction of `prune` or `erase` removes. A write that waits for it is delayed by a few
 milliseconds."""
-HASHES_PER_QUERY: Final = 500
 PAGE_BYTES: Final = 4_000_000
 """Bodies that a page of several calls has at most."""
 EXPANSION: Final = 16
@@ -79,9 +80,14 @@ _INDEXES: Final = (
 _NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One request and its response. Times are nanoseconds since 1970.
+Number = Annotated[int, Meta(ge=0, le=1 << 40)]
+"""More calls than a server answers. SQLite and sums of such numbers have room for it."""
+Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(max_length=4096)]
+
+
+class CallFacts(Struct, frozen=True):
+    """A request and its response without their bodies. Times are nanoseconds since 1970.
 
     `version` is the adapter or "base". `credential` is a short hash of the Authorization header, the same on every
     server, "" without one. `retry` counts the client's earlier attempts, as it says. `status` is 0 if no response
@@ -96,27 +102,40 @@ class RecordedCall:
     named; both may be empty.
     """
 
-    request_id: str
-    path: str
-    version: str
-    credential: str = ""
-    retry: int = 0
-    started_ns: int = 0
-    ended_ns: int = 0
-    status: int = 0
+    request_id: Name
+    path: Name
+    version: Name
+    credential: Name = ""
+    retry: Number = 0
+    started_ns: Time = 0
+    ended_ns: Time = 0
+    status: Number = 0
     is_complete: bool = False
-    media_type: str = ""
+    media_type: Name = ""
+    unit: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    arm: Annotated[str, Meta(pattern="^(new|old)?$")] = ""
+    unit_kind: Annotated[str, Meta(pattern="^(conversation|session|fallback)?$")] = ""
+    conversation: Name = ""
+    user: Name = ""
+
+
+class RecordedCall(CallFacts, frozen=True):
+    """One request and its response. Once it is stored, the request has the same keys and values, each as the bytes
+    that were sent, and the response is the same byte for byte."""
+
     request: bytes = b""
     response: bytes = b""
-    unit: str = ""
-    arm: str = ""
-    unit_kind: str = ""
-    conversation: str = ""
-    user: str = ""
 
 
-_PLAIN: Final = tuple(field.name for field in fields(RecordedCall) if field.name not in ("request", "response"))
-"""The fields that are not bodies."""
+_FACTS: Final = ", ".join(CallFacts.__struct_fields__)
+
+
+class StoredCall(NamedTuple):
+    """A call with its number and the numbers of its request's parts; the request itself is empty."""
+
+    number: int
+    call: RecordedCall
+    parts: list[int]
 
 
 class LogState(NamedTuple):
@@ -189,66 +208,50 @@ class CallLog:
     def append(self, calls: Iterable[RecordedCall], dropped: int = 0, refused: int = 0) -> int:
         """Store the calls and add to the counts of dropped and refused ones, in one transaction. Calls whose request
         id is there already, or was erased, are ignored. Returns the number of calls stored."""
-        split = []
+        prepared = []
         for call in calls:
-            parts = parts_of(call.request)
-            split.append((call, parts, [hashlib.sha256(part).digest()[:16] for part in parts]))
+            parts = split(call.request).parts
+            prepared.append((call, [(hash_of(part), part) for part in parts]))
         with self.transaction() as connection:
             if dropped or refused:
                 changes = "SET dropped = dropped + ?, refused = refused + ?"
                 connection.execute(f"UPDATE log {changes}", (dropped, refused))
-            return sum(_insert(connection, call, parts, hashes) for call, parts, hashes in split)
+            return sum(_insert(connection, call, parts) for call, parts in prepared)
 
     def state(self) -> LogState:
         with self.reading() as connection:
             return _state(connection)
 
-    def page(self, after: int, max_calls: int, max_bytes: int) -> list[tuple[int, RecordedCall]]:
-        """The calls with numbers above `after`: at most `max_calls`, and at most `max_bytes` of bodies, where a part
-        that several requests have counts once; but at least one, if there is any."""
+    def after(self, number: int, max_calls: int, max_bytes: int) -> tuple[list[StoredCall], dict[int, bytes]]:
+        """The calls with numbers above `number`: at most `max_calls`, and at most `max_bytes` of bodies, where a part
+        that several requests have counts once; but at least one, if there is any. And the contents of their parts,
+        by number."""
+        found: list[StoredCall] = []
+        contents: dict[int, bytes] = {}
         with self.reading() as connection:
-            contents: dict[int, bytes] = {}
-            return [
-                (number, _call(row, b"".join(contents[part] for part in parts)))
-                for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents)
-            ]
-
-    def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
-        """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
-        "refused", "erased", "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that
-        is not UTF-8 is a list of one text with a character for each byte. `dropped` is added to the count of the
-        file. `erased` counts the calls before the first one of the page, or up to `newest`, that were erased."""
-        with self.reading() as connection:
-            contents: dict[int, bytes] = {}
-            places: dict[int, int] = {}
-            calls = []
-            first = 0
-            for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents):
-                known = dict(zip(_PLAIN, row, strict=False))
-                request = [places.setdefault(part, len(places)) for part in parts]
-                response = _text(zlib.decompress(row[-1]))
-                call = {"number": number, **known, "is_complete": bool(known["is_complete"])}
-                # One call at a time: a long call into C would hold the interpreter, and with it the server.
-                calls.append(json.dumps({**call, "request": request, "response": response}))
-                first = first or number
-            texts = [json.dumps(_text(contents[part])) for part in places]
-            state = _state(connection)
-            erased = erasure.count_between(connection, after, first or state.newest + 1)
-        numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
-        numbers |= {"refused": state.refused, "erased": erased}
-        head = json.dumps({"log": state.log_id, **numbers})
-        return f'{head[:-1]}, "texts": [{", ".join(texts)}], "calls": [{", ".join(calls)}]}}'
+            query = f"SELECT number, {_FACTS}, request, response FROM calls WHERE number > ? ORDER BY number LIMIT ?"  # noqa: S608
+            room, joined = max_bytes, EXPANSION * max_bytes
+            for row in connection.execute(query, (number, max_calls)):
+                stored, added = _stored(connection, row, contents)
+                room -= len(stored.call.response) + sum(map(len, added.values()))
+                joined -= len(stored.call.response)
+                joined -= sum(len(added.get(part) or contents[part]) for part in stored.parts)
+                if found and min(room, joined) < 0:
+                    break
+                contents |= added
+                found.append(stored)
+        return found, contents
 
     def find(self, request_ids: Iterable[str]) -> dict[str, RecordedCall]:
         """Those of the calls that are there, by request id."""
         found = {}
+        query = f"SELECT number, {_FACTS}, request, response FROM calls WHERE request_id = ?"  # noqa: S608 - constants
         with self.reading() as connection:
             for request_id in request_ids:
-                query = f"SELECT {', '.join(_PLAIN)}, request, response FROM calls WHERE request_id = ?"  # noqa: S608
                 if row := connection.execute(query, (request_id,)).fetchone():
-                    contents: dict[int, bytes] = {}
-                    parts = _parts(connection, row[-2], contents)
-                    found[request_id] = _call(row, b"".join(contents[part] for part in parts))
+                    stored, contents = _stored(connection, row)
+                    request = b"".join(contents[part] for part in stored.parts)
+                    found[request_id] = replace(stored.call, request=request)
         return found
 
     def sizes(self, request_ids: Iterable[str]) -> dict[str, int]:
@@ -337,6 +340,11 @@ class CallLog:
         with self._explained("purge"):
             return purge(self.path, seconds) and (is_due or not unpurged)
 
+    def erased_between(self, after: int, before: int) -> int:
+        """The number of erased calls with numbers between these two."""
+        with self.reading() as connection:
+            return erasure.count_between(connection, after, before)
+
     def erased(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the calls that were erased."""
         query = "SELECT 1 FROM erased WHERE request_id = ?"
@@ -355,18 +363,11 @@ class CallLog:
         return [request_id for _, request_id in sorted(found)]
 
     def resending(self, request_ids: Iterable[str]) -> dict[str, list[str]]:
-        """By request id, the later calls whose messages begin with all messages of a call, byte for byte. Of bodies
-        without a list of messages there are none."""
+        """By request id, the later calls whose messages begin with all messages of a call: each as the same bytes, or
+        with the same value where one of the two requests is kept as it was sent. Of bodies without a list of messages
+        there are none."""
         with self.reading() as connection:
-            sent: dict[int, list[int]] = {}
-            names: dict[int, str] = {}
-            for number, request_id, request in erasure.find(connection, request_ids):
-                contents: dict[int, bytes] = {}
-                parts = _parts(connection, request, contents)
-                if own := parts[messages_in(b"".join(contents[part] for part in parts))]:
-                    sent[number], names[number] = own, request_id
-            found = histories.resending(connection, sent)
-        return {names[number]: ids for number, ids in found.items()}
+            return resending(connection, erasure.find(connection, request_ids))
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):
@@ -452,34 +453,32 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
             time.sleep(0.01)
 
 
-def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[bytes], hashes: list[bytes]) -> bool:
+def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[tuple[bytes, bytes]]) -> bool:
+    """`parts` are those of the request, each with its hash."""
     known_id = "SELECT 1 FROM calls WHERE request_id = ?1 UNION ALL SELECT 1 FROM erased WHERE request_id = ?1"
     if connection.execute(known_id, (call.request_id,)).fetchone():
         return False
-    known: dict[bytes, int] = {}
-    for start in range(0, len(hashes), HASHES_PER_QUERY):
-        asked = hashes[start : start + HASHES_PER_QUERY]
-        query = f"SELECT hash, part FROM parts WHERE hash IN ({', '.join('?' * len(asked))})"  # noqa: S608 - numbers
-        known.update(connection.execute(query, asked).fetchall())
+    known = numbers_of(connection, [digest for digest, _ in parts])
     (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
-    new: list[tuple[int, bytes, bytes]] = []
-    for digest, part in zip(hashes, parts, strict=True):
-        if digest not in known:
-            known[digest] = last + len(new) + 1
-            new.append((known[digest], digest, zlib.compress(part, 1)))
-    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", new)
-    request = packed([known[digest] for digest in hashes])
-    size = len(call.request) + len(call.response)
-    values = [*(getattr(call, name) for name in _PLAIN), request, size, zlib.compress(call.response, 1)]
+    new = {digest: part for digest, part in parts if digest not in known}
+    known |= {digest: number for number, digest in enumerate(new, last + 1)}
+    rows = [(known[digest], digest, zlib.compress(part, 1)) for digest, part in new.items()]
+    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", rows)
+    request = packed([known[digest] for digest, _ in parts])
+    stored = {
+        **asdict(call),
+        "request": request,
+        "size": sum(len(part) for _, part in parts) + len(call.response),
+        "response": zlib.compress(call.response, 1),
+    }
     number = connection.execute(
-        f"INSERT INTO calls ({', '.join(_PLAIN)}, request, size, response) "  # noqa: S608 - constants
-        f"VALUES ({', '.join('?' * len(values))})",
-        values,
+        f"INSERT INTO calls ({', '.join(stored)}) VALUES ({', '.join('?' * len(stored))})",  # noqa: S608 - constants
+        list(stored.values()),
     ).lastrowid
     connection.executemany(
         "UPDATE part_uses SET last_call = ? WHERE part BETWEEN ? AND ?", [(number, *run) for run in runs(request)]
     )
-    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", [(part, number) for part, _, _ in new])
+    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", [(known[digest], number) for digest in new])
     return True
 
 
@@ -509,56 +508,11 @@ def _live_bytes(connection: sqlite3.Connection) -> int:
     return int(found)
 
 
-def _rows(
-    connection: sqlite3.Connection, after: int, max_calls: int, max_bytes: int, contents: dict[int, bytes]
-) -> Iterator[tuple[int, tuple[Any, ...], list[int]]]:
-    """Number, row and part numbers of each call of a page. Contents of the parts are added to `contents`."""
-    query = (
-        f"SELECT number, size, {', '.join(_PLAIN)}, request, response FROM calls "  # noqa: S608 - constants
-        "WHERE number > ? ORDER BY number LIMIT ?"
-    )
-    sent = joined = 0
-    for number, size, *row in connection.execute(query, (after, max_calls)):
-        known = set(contents)
-        parts = _parts(connection, row[-2], contents)
-        sent += size - sum(len(contents[part]) for part in parts if part in known)
-        joined += size
-        if joined > size and (sent > max_bytes or joined > EXPANSION * max_bytes):
-            return
-        yield number, tuple(row), parts
-
-
-def _parts(connection: sqlite3.Connection, request: bytes, contents: dict[int, bytes]) -> list[int]:
-    """The part numbers of a request. Contents that are not in `contents` yet are added."""
-    parts: list[int] = []
-    for first, last in runs(request):
-        run = range(first, last + 1)
-        parts.extend(run)
-        if any(part not in contents for part in run):
-            query = "SELECT part, content FROM parts WHERE part BETWEEN ? AND ?"
-            for part, content in connection.execute(query, (first, last)):
-                if part not in contents:
-                    contents[part] = zlib.decompress(content)
-    if missing := [part for part in parts if part not in contents]:
-        raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
-    return parts
-
-
-def _text(content: bytes) -> str | list[str]:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return [content.decode("latin-1")]
-
-
-def fits_a_page(call: RecordedCall) -> bool:
-    """Whether a page has room for the call: in JSON, a byte takes six at most."""
-    bodies = (call.request, call.response)
-    most = MAX_PAGE_BYTES - PAGE_BYTES
-    return sum(map(len, bodies)) * 6 < most or sum(len(json.dumps(_text(each))) for each in bodies) < most
-
-
-def _call(row: Sequence[Any], request: bytes) -> RecordedCall:
-    plain = dict(zip(_PLAIN, row, strict=False))
-    plain["is_complete"] = bool(plain["is_complete"])
-    return RecordedCall(**plain, request=request, response=zlib.decompress(row[-1]))
+def _stored(
+    connection: sqlite3.Connection, row: Sequence[Any], known: Container[int] = ()
+) -> tuple[StoredCall, dict[int, bytes]]:
+    """The call of a row, and the contents of those of its parts that are not `known`, by number."""
+    number, *facts, request, response = row
+    call = RecordedCall(*facts, response=zlib.decompress(response))
+    parts, contents = contents_of(connection, request, known)
+    return StoredCall(number, replace(call, is_complete=bool(call.is_complete)), parts), contents

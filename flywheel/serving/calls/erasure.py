@@ -1,7 +1,8 @@
 """Erases calls from a call log, with the parts of bodies that no other call has.
 
 Which calls use a part follows from their packed requests: the log itself notes only the last call that does. Between
-any two transactions every call in the log is whole. Standard library only, because the server uses it.
+any two transactions every call in the log is whole. The standard library and msgspec only, because the server uses
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from flywheel.serving.calls.request_parts import runs
+from flywheel.serving.calls.stored_parts import runs
 
 TABLES: Final = (
     # Ids are random, so they say nothing of a person. A call that is not in the log has no number.

@@ -2,19 +2,23 @@
 
 A body ends a part after each top-level value and after each element of `messages` or `input`. A part begins with the
 separator before it, so the last message of one request is the same part as that message in the middle of the next.
-Joined, the parts are the body, byte for byte. Standard library only, because the server uses it.
+Joined, the parts are a JSON text with the same keys and values, each value as the bytes that were sent; white space
+between them is not kept, and of a key that is there twice the last value is. A body that msgspec refuses (no UTF-8,
+no object, half a surrogate pair) is one part, as it was sent.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import Raw
 
 MAX_PARTS: Final = 10_000
-"""Maximum number of parts of a body. The last one holds the rest."""
+"""Maximum number of parts of a body. One with more is one part."""
 LISTS: Final = ("messages", "input")
 MAX_DEPTH: Final = 100
 """Maximum nesting depth of a body. vLLM and chat templates recurse through objects and lists, and fail with a 500 at
@@ -107,86 +111,36 @@ class JsonScan:
         raise ValueError("the text is cut off")
 
 
-def parts_of(body: bytes) -> list[bytes]:
-    """The parts of a body, none of them empty. A body that is not a JSON object in UTF-8 is one part."""
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+_elements = msgspec.json.Decoder(list[Raw]).decode
+
+
+class Parts(NamedTuple):
+    """The parts of a body, none of them empty. Those from `at` on are its `messages`, with their separators."""
+
+    parts: list[bytes]
+    at: int = 0
+    messages: Sequence[bytes] = ()
+
+    @property
+    def places(self) -> slice:
+        """Which of the parts are messages."""
+        return slice(self.at, self.at + len(self.messages))
+
+
+def split(body: bytes) -> Parts:
+    parts: list[bytes] = []
+    at, messages, separator = 0, list[bytes](), b"{"
     try:
-        text = body.decode()
-        ends = list(itertools.islice(_ends(text), MAX_PARTS - 1))
-    except (ValueError, IndexError, RecursionError):
-        return [body] if body else []
-    cuts = itertools.pairwise([0, *ends, len(text)])
-    return [text[start:end].encode() for start, end in cuts if start < end]
-
-
-def _ends(text: str) -> Iterator[int]:
-    """Where parts end. Raises ValueError or IndexError if the text is not a JSON object."""
-    scan, within = JsonScan(text), JsonScan(text)
-    for key, start, end in scan.members():
-        if key in LISTS and text[start] == "[":
-            yield from (last for _, last in within.elements(start))  # The bracket is in the part of the next value.
-        else:
-            yield end
-
-
-def messages_in(body: bytes) -> slice:
-    """Which of the parts of a body are the elements of its list of messages; none if it has no list, or has more
-    elements than parts."""
-    at = 0
-    try:
-        text = body.decode()
-        scan = JsonScan(text)
-        for key, start, _ in scan.members():
-            if key in LISTS and text[start] == "[":
-                end = at + sum(1 for _ in scan.elements(start))
-                return slice(at, end) if end < MAX_PARTS else slice(0)
-            at += 1
-    except (ValueError, IndexError, RecursionError):
-        pass
-    return slice(0)
-
-
-def packed(numbers: Sequence[int]) -> bytes:
-    """Part numbers as run lengths: `first, count` of each run of consecutive numbers, as integers of varying length.
-
-    The first number of a run is stored as its distance from the end of the run before it.
-    """
-    packed = bytearray()
-    last = 0
-    # Within a run, the distance between a number and its position is the same.
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        distance = members[0] - last
-        packed += _coded(distance * 2 if distance >= 0 else -distance * 2 - 1) + _coded(len(members))
-        last = members[-1]
-    return bytes(packed)
-
-
-def runs(packed: bytes) -> list[tuple[int, int]]:
-    """The first and the last number of each run."""
-    values = _integers(packed)
-    found: list[tuple[int, int]] = []
-    last = 0
-    for coded, count in zip(values, values, strict=True):
-        first = last + (-(coded + 1) // 2 if coded & 1 else coded // 2)
-        last = first + count - 1
-        found.append((first, last))
-    return found
-
-
-def _coded(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the last byte is below 128."""
-    coded = bytearray()
-    while value > 127:
-        coded.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*coded, value])
-
-
-def _integers(packed: Iterable[int]) -> Iterator[int]:
-    value = shift = 0
-    for byte in packed:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            yield value
-            value = shift = 0
+        for key, value in _members(body).items():
+            begin = separator + msgspec.json.encode(key) + b":"
+            raw, separator = bytes(value), b","
+            elements = [bytes(each) for each in _elements(value)] if key in LISTS and raw[:1] == b"[" else []
+            if elements:
+                at, messages = (at, messages) if messages else (len(parts), elements)
+                begin, raw, separator = begin + b"[", elements[0], b"],"
+            parts += [begin + raw, *(b"," + each for each in elements[1:])]
+    except (msgspec.DecodeError, RecursionError):
+        return Parts([body] if body else [])
+    parts.append(separator.removesuffix(b",") + b"}")
+    return Parts(parts, at, messages) if len(parts) <= MAX_PARTS else Parts([body])

@@ -1,8 +1,8 @@
 """Records requests to the alias and their responses in the call log, without delaying them.
 
 The event loop collects what passes and appends it to a queue; a thread writes the queue to the log. What does not fit
-into the queue, or cannot be written, is dropped and counted. Only the standard library is imported, and modules that
-do the same.
+into the queue, or cannot be written, is dropped and counted. Only the standard library and msgspec are imported, and
+modules that do the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-from flywheel.serving.calls.call_log import CallLog, RecordedCall, fits_a_page
+from msgspec.structs import replace
+
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.serving.calls.call_log_page import fits_a_page
 from flywheel.serving.server.asgi import with_body
 from flywheel.system.server_limits import App, Message, Receive, Scope, Send, header
 

@@ -20,6 +20,7 @@ from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.alias_target import AliasTarget, texts
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
+from flywheel.serving.calls.call_log_page import page_json
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
@@ -169,7 +170,7 @@ class CallEndpoint:
 
     @staticmethod
     def _page(log: CallLog, after: int, limit: int, recorder: CallRecorder) -> bytes:
-        return log.page_json(after, limit, PAGE_BYTES, recorder.uncounted).encode()
+        return page_json(log, after, limit, PAGE_BYTES, recorder.uncounted)
 
     async def erase(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Erase the calls that the body names. Raises RefusedError."""

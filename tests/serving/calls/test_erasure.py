@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +21,19 @@ from hypothesis import strategies as st
 from flywheel.conversations import as_header
 from flywheel.serving.calls import call_log, erasure
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.serving.calls.call_log_page import read_page
-from flywheel.serving.calls.request_parts import parts_of
+from flywheel.serving.calls.call_log_page import page_json, read_page
 from tests import warm
-from tests.factories.call_log import call, conversation, stored
+from tests.factories.call_log import (
+    assert_gone,
+    assert_uses_are_right,
+    bytes_of,
+    call,
+    compact,
+    conversation,
+    only_of,
+    stored,
+)  # fmt: skip
 from tests.waiting import wait_for
-
-WINDOW = 12
-"""So many bytes of random data occur elsewhere by chance never."""
-
-
-def windows(content: bytes, step: int = 1) -> set[bytes]:
-    return {content[at : at + WINDOW] for at in range(0, len(content) - WINDOW + 1, step)}
-
-
-def bytes_of(path: Path) -> bytes:
-    files = [path, path.with_name(path.name + "-wal")]
-    return b"\n".join(each.read_bytes() for each in files if each.exists())
-
-
-def inflated(content: bytes) -> Iterator[bytes]:
-    """Every zlib stream, also one that is cut off."""
-    for found in re.finditer(b"\x78", content):
-        with_rest = zlib.decompressobj()
-        try:
-            yield with_rest.decompress(content[found.start() : found.start() + 50_000])
-        except zlib.error:
-            continue
-
-
-def contents_of(calls: Iterable[RecordedCall]) -> set[bytes]:
-    """Responses and parts of requests."""
-    return {part for each in calls for part in [each.response, *parts_of(each.request)]}
-
-
-def only_of(erased: Iterable[RecordedCall], others: Iterable[RecordedCall]) -> list[bytes]:
-    """The contents that only erased calls have."""
-    return [each for each in contents_of(erased) - contents_of(others) if len(each) >= WINDOW]
-
-
-def assert_gone(path: Path, contents: Collection[bytes], others: Iterable[RecordedCall]) -> None:
-    """No piece of these contents is in the file or its write-ahead log, as it is or compressed."""
-    found = bytes_of(path)
-    texts = b"\n".join([found, *inflated(found)])
-    for form, place in ((lambda each: each, texts), (lambda each: zlib.compress(each, 1)[2:], found)):
-        kept = {window for content in contents_of(others) for window in windows(form(content))}
-        for content in contents:
-            assert not any(window in place for window in windows(form(content), WINDOW) - kept)
 
 
 def random_calls(seed: int, shape: list[tuple[int, int, int]]) -> list[RecordedCall]:
@@ -82,21 +46,8 @@ def random_calls(seed: int, shape: list[tuple[int, int, int]]) -> list[RecordedC
             "messages": [{"role": "user", "content": each.randbytes(size * 37 // 2).hex()} for each in texts],
         }
         response = random.Random(f"{seed} {at} answer").randbytes(size * 29).hex().encode()
-        found.append(call(f"fw-{at}", json.dumps(body).encode(), response=response, ended_ns=at + 1))
+        found.append(call(f"fw-{at}", compact(body), response=response, ended_ns=at + 1))
     return found
-
-
-def assert_uses_are_right(log: CallLog) -> None:
-    """`last_call` is the last call that has the part, and every part has one."""
-    with log.reading() as connection:
-        uses = dict(connection.execute("SELECT part, last_call FROM part_uses").fetchall())
-        hashes = {part for (part,) in connection.execute("SELECT part FROM parts")}
-        expected: dict[int, int] = {}
-        for number, request in connection.execute("SELECT number, request FROM calls ORDER BY number"):
-            for first, last in call_log.runs(request):
-                expected.update(dict.fromkeys(range(first, last + 1), number))
-    assert uses == expected
-    assert hashes == uses.keys()
 
 
 shapes = st.lists(
@@ -258,14 +209,14 @@ def test_a_page_says_how_many_of_its_numbers_were_erased(tmp_path: Path) -> None
     with CallLog(tmp_path / "calls.db") as log:
         log.append([call(f"fw-{at}", ended_ns=at) for at in range(1, 11)])
         log.erase(["fw-4", "fw-5", "fw-9", "fw-10"])
-        assert [read_page(log.page_json(after, 9, 10**9), after).erased for after in (0, 3, 4, 7, 8, 9)] == [
+        assert [read_page(page_json(log, after, 9, 10**9), after).erased for after in (0, 3, 4, 7, 8, 9)] == [
             0, 2, 1, 0, 2, 1,
         ]  # fmt: skip
-        assert read_page(log.page_json(8, 9, 10**9), 8).calls == []
+        assert read_page(page_json(log, 8, 9, 10**9), 8).calls == []
         log.prune(7, 10**9)
-        page = read_page(log.page_json(0, 9, 10**9), 0)
+        page = read_page(page_json(log, 0, 9, 10**9), 0)
         assert ([number for number, _ in page.calls], page.erased) == ([7, 8], 2)
-        older = json.loads(log.page_json(8, 9, 10**9))
+        older = json.loads(page_json(log, 8, 9, 10**9))
         with pytest.raises(ValueError, match="contradict"):
             read_page(json.dumps({**older, "erased": 1}), 8)
 
@@ -325,7 +276,7 @@ def test_calls_are_found_by_conversation_and_user(tmp_path: Path) -> None:
         assert log.ids_of(["c-2", long], ["ana", "a"]) == ["a", "b", "d"]
         assert log.ids_of([""], [""]) == []
         assert log.find(["a"])["a"] == call("a", **NAMED)
-        page = log.page_json(0, 9, 10**9)
+        page = page_json(log, 0, 9, 10**9)
         assert [each for _, each in read_page(page, 0).calls] == stored(log)
         log.erase(["a"])
         assert log.ids_of(["c-1"], ["ana"]) == []
