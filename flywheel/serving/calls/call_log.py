@@ -14,28 +14,26 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 
-from msgspec import Meta, Struct
-from msgspec.structs import asdict, replace
+from msgspec import DecodeError, Meta, Struct
+from msgspec.structs import asdict
 
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
-from flywheel.serving.calls import erasure
+from flywheel.serving.calls import stored_parts
 from flywheel.serving.calls.request_parts import split
-from flywheel.serving.calls.stored_parts import contents_of, hash_of, numbers_of, packed, resending, runs
 from flywheel.system.files import file_identity, make_private_database
 from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
 
 FORMAT: Final = 2
-"""Files of format 1 have calls whose part numbers were packed in another way; `stored_parts.runs` reads both."""
+"""Files of format 1 are converted when they are opened: `stored_parts.convert`."""
 BUSY_SECONDS: Final = 5.0
-CALLS_PER_STEP: Final = 100
-"""Calls that one transaction of `prune` or `erase` removes. A write that waits for it is delayed by a few
-milliseconds."""
+CALLS_PER_STEP: Final = 20
+"""Calls that one transaction of `prune` or `erase` removes. A write that waits is delayed by some milliseconds."""
 PAGE_BYTES: Final = 4_000_000
 """Bodies that a page of several calls has at most."""
 EXPANSION: Final = 16
@@ -53,32 +51,27 @@ MAX_PAGE_BYTES: Final = 32 << 20
 
 _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS log (log_id TEXT NOT NULL, dropped INTEGER NOT NULL, "
-    "only INTEGER PRIMARY KEY CHECK (only = 1))",
+    "only INTEGER PRIMARY KEY CHECK (only = 1), refused INTEGER NOT NULL DEFAULT 0, "
+    # Calls that were erased since the file was last compacted, and when that was.
+    "unpurged INTEGER NOT NULL DEFAULT 0, compacted_ns INTEGER NOT NULL DEFAULT 0)",
     "CREATE TABLE IF NOT EXISTS calls (number INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE, "
     "path TEXT NOT NULL, version TEXT NOT NULL, credential TEXT NOT NULL, retry INTEGER NOT NULL, "
     "started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, status INTEGER NOT NULL, is_complete INTEGER NOT NULL, "
-    "media_type TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
-    # Apart from the contents, because each call writes here for all of its parts.
-    "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
-    *erasure.TABLES,
-)
-Column = tuple[str, str, str]
-"""A column that older files lack, by table and name, with its type. It has a default: older versions go on with the
-file."""
-_ADDED: Final[tuple[Column, ...]] = (
-    *(("calls", name, "TEXT NOT NULL DEFAULT ''") for name in ("unit", "arm", "unit_kind", "conversation", "user")),
-    ("log", "refused", "INTEGER NOT NULL DEFAULT 0"),
-    # Calls that were erased since the file was last compacted, and when that was.
-    ("log", "unpurged", "INTEGER NOT NULL DEFAULT 0"),
-    ("log", "compacted_ns", "INTEGER NOT NULL DEFAULT 0"),
-)
-_INDEXES: Final = (
+    "media_type TEXT NOT NULL, unit TEXT NOT NULL, arm TEXT NOT NULL, unit_kind TEXT NOT NULL, "
+    "conversation TEXT NOT NULL, user TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, "
+    "response BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS calls_conversation ON calls (conversation) WHERE conversation <> ''",
     "CREATE INDEX IF NOT EXISTS calls_user ON calls (user) WHERE user <> ''",
+    # Ids are random, so they say nothing of a person. A call that was not in the log has no number.
+    "CREATE TABLE IF NOT EXISTS erased (request_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS erased_number ON erased (number) WHERE number IS NOT NULL",
+    *stored_parts.TABLES,
 )
-_NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
-
+_NEWEST: Final = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
+_ERASED: Final = (
+    "INSERT INTO erased SELECT ?1, (SELECT number FROM calls WHERE request_id = ?1) WHERE true "
+    "ON CONFLICT (request_id) DO UPDATE SET number = coalesce(excluded.number, number)"
+)
 
 Number = Annotated[int, Meta(ge=0, le=1 << 40)]
 """More calls than a server answers. SQLite and sums of such numbers have room for it."""
@@ -163,8 +156,6 @@ class CallLog:
 
     extra_tables: ClassVar[Sequence[str]] = ()
     """Statements for the tables of a subclass."""
-    added_columns: ClassVar[Sequence[Column]] = ()
-    """Columns that older tables of a subclass lack."""
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
@@ -208,15 +199,11 @@ class CallLog:
     def append(self, calls: Iterable[RecordedCall], dropped: int = 0, refused: int = 0) -> int:
         """Store the calls and add to the counts of dropped and refused ones, in one transaction. Calls whose request
         id is there already, or was erased, are ignored. Returns the number of calls stored."""
-        prepared = []
-        for call in calls:
-            parts = split(call.request).parts
-            prepared.append((call, [(hash_of(part), part) for part in parts]))
         with self.transaction() as connection:
             if dropped or refused:
                 changes = "SET dropped = dropped + ?, refused = refused + ?"
                 connection.execute(f"UPDATE log {changes}", (dropped, refused))
-            return sum(_insert(connection, call, parts) for call, parts in prepared)
+            return sum(_insert(connection, call) for call in calls)
 
     def state(self) -> LogState:
         with self.reading() as connection:
@@ -232,26 +219,26 @@ class CallLog:
             query = f"SELECT number, {_FACTS}, request, response FROM calls WHERE number > ? ORDER BY number LIMIT ?"  # noqa: S608
             room, joined = max_bytes, EXPANSION * max_bytes
             for row in connection.execute(query, (number, max_calls)):
-                stored, added = _stored(connection, row, contents)
-                room -= len(stored.call.response) + sum(map(len, added.values()))
-                joined -= len(stored.call.response)
-                joined -= sum(len(added.get(part) or contents[part]) for part in stored.parts)
+                call_number, *facts, request, response = row
+                call = _call(facts, b"", response)
+                parts, added = stored_parts.contents_of(connection, request, contents)
+                room -= len(call.response) + sum(map(len, added.values()))
+                joined -= len(call.response) + sum(len(added.get(part) or contents[part]) for part in parts)
                 if found and min(room, joined) < 0:
                     break
                 contents |= added
-                found.append(stored)
+                found.append(StoredCall(call_number, call, parts))
         return found, contents
 
     def find(self, request_ids: Iterable[str]) -> dict[str, RecordedCall]:
         """Those of the calls that are there, by request id."""
         found = {}
-        query = f"SELECT number, {_FACTS}, request, response FROM calls WHERE request_id = ?"  # noqa: S608 - constants
+        query = f"SELECT {_FACTS}, request, response FROM calls WHERE request_id = ?"  # noqa: S608 - constants
         with self.reading() as connection:
             for request_id in request_ids:
                 if row := connection.execute(query, (request_id,)).fetchone():
-                    stored, contents = _stored(connection, row)
-                    request = b"".join(contents[part] for part in stored.parts)
-                    found[request_id] = replace(stored.call, request=request)
+                    *facts, request, response = row
+                    found[request_id] = _call(facts, stored_parts.body_of(connection, request), response)
         return found
 
     def sizes(self, request_ids: Iterable[str]) -> dict[str, int]:
@@ -302,22 +289,16 @@ class CallLog:
         Their bytes are overwritten in the file, and are gone from the write-ahead log after `purge`.
         """
         ids = list(dict.fromkeys(request_ids))
+        removed = 0
         for start in range(0, len(ids), CALLS_PER_STEP):
             with self.transaction("erase calls of") as connection:
-                erasure.mark(connection, ids[start : start + CALLS_PER_STEP])
-        removed = 0
-        while True:
-            with self.reading() as connection:
-                if not (going := erasure.find(connection, ids)):
-                    return removed
-                others = erasure.other_users(connection, going)
-            for start in range(0, len(going), CALLS_PER_STEP):
-                some = going[start : start + CALLS_PER_STEP]
-                with self.transaction("erase calls of") as connection:
-                    if (count := erasure.remove(connection, some, others)) is None:
-                        break
-                    connection.execute("UPDATE log SET unpurged = unpurged + ?", (count,))
-                removed += count
+                some = ids[start : start + CALLS_PER_STEP]
+                going = _numbered(connection, some)
+                connection.executemany(_ERASED, [(each,) for each in some])
+                _remove(connection, [(number, request) for number, _, request in going])
+                connection.execute("UPDATE log SET unpurged = unpurged + ?", (len(going),))
+            removed += len(going)
+        return removed
 
     def purge(self, seconds: float = PURGE_SECONDS) -> bool:
         """Remove the last traces of erased calls from the file and its write-ahead log; False if some may be left, as
@@ -343,7 +324,8 @@ class CallLog:
     def erased_between(self, after: int, before: int) -> int:
         """The number of erased calls with numbers between these two."""
         with self.reading() as connection:
-            return erasure.count_between(connection, after, before)
+            query = "SELECT count(*) FROM erased WHERE number > ? AND number < ? AND number IS NOT NULL"
+            return int(connection.execute(query, (after, before)).fetchone()[0])
 
     def erased(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the calls that were erased."""
@@ -363,11 +345,10 @@ class CallLog:
         return [request_id for _, request_id in sorted(found)]
 
     def resending(self, request_ids: Iterable[str]) -> dict[str, list[str]]:
-        """By request id, the later calls whose messages begin with all messages of a call: each as the same bytes, or
-        with the same value where one of the two requests is kept as it was sent. Of bodies without a list of messages
-        there are none."""
+        """By request id, the later calls whose messages begin with all messages of a call. Of bodies without a list
+        of messages there are none."""
         with self.reading() as connection:
-            return resending(connection, erasure.find(connection, request_ids))
+            return stored_parts.resending(connection, _numbered(connection, request_ids))
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):
@@ -379,8 +360,7 @@ class CallLog:
             )
             beat_within(connection)
             try:
-                tables, columns = [*_TABLES, *self.extra_tables], [*_ADDED, *self.added_columns]
-                _prepare(connection, tables, columns, self._busy_seconds)
+                _prepare(connection, [*_TABLES, *self.extra_tables], self._busy_seconds)
             except BaseException:
                 connection.close()
                 raise
@@ -391,12 +371,10 @@ class CallLog:
     def _explained(self, attempt: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, zlib.error) as error:
+        except (sqlite3.Error, OSError, zlib.error, DecodeError) as error:
             self.close()
             hint = "Check the disk's free space and the permissions of the folder."
-            if isinstance(error, (sqlite3.DatabaseError, zlib.error)) and not isinstance(
-                error, sqlite3.OperationalError
-            ):
+            if not isinstance(error, (OSError, sqlite3.OperationalError)):
                 hint = "Move the file away; a new one is created."
             raise CallLogError(f"{attempt} the call log {self.path}", str(error), hint, retryable=True) from error
 
@@ -413,26 +391,21 @@ def _ending(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _prepare(
-    connection: sqlite3.Connection, tables: Iterable[str], columns: Iterable[Column], busy_seconds: float
-) -> None:
+def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds: float) -> None:
     # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
     # most the last calls.
     _use_wal(connection, busy_seconds)
     for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000", "secure_delete = ON"):
         connection.execute(f"PRAGMA {pragma}")
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found > FORMAT:
-        raise sqlite3.DatabaseError(f"a newer version of Flywheel made it (format {found})")
     connection.execute("BEGIN IMMEDIATE")
     with _ending(connection):
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found > FORMAT:
+            raise sqlite3.DatabaseError(f"a newer version of Flywheel made it (format {found})")
+        if found == 1:
+            stored_parts.convert(connection)
         for table in tables:
             connection.execute(table)
-        for table, name, kind in columns:
-            if name not in {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}:
-                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
-        for index in _INDEXES:
-            connection.execute(index)
         connection.execute(
             "INSERT OR IGNORE INTO log (log_id, dropped, only) VALUES (?, 0, 1)", (secrets.token_hex(8),)
         )
@@ -453,47 +426,33 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
             time.sleep(0.01)
 
 
-def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[tuple[bytes, bytes]]) -> bool:
-    """`parts` are those of the request, each with its hash."""
+def _insert(connection: sqlite3.Connection, call: RecordedCall) -> bool:
     known_id = "SELECT 1 FROM calls WHERE request_id = ?1 UNION ALL SELECT 1 FROM erased WHERE request_id = ?1"
     if connection.execute(known_id, (call.request_id,)).fetchone():
         return False
-    known = numbers_of(connection, [digest for digest, _ in parts])
-    (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
-    new = {digest: part for digest, part in parts if digest not in known}
-    known |= {digest: number for number, digest in enumerate(new, last + 1)}
-    rows = [(known[digest], digest, zlib.compress(part, 1)) for digest, part in new.items()]
-    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", rows)
-    request = packed([known[digest] for digest, _ in parts])
-    stored = {
+    parts = split(call.request).parts
+    row = {
         **asdict(call),
-        "request": request,
-        "size": sum(len(part) for _, part in parts) + len(call.response),
+        "request": stored_parts.add(connection, parts),
+        "size": sum(map(len, parts)) + len(call.response),
         "response": zlib.compress(call.response, 1),
     }
-    number = connection.execute(
-        f"INSERT INTO calls ({', '.join(stored)}) VALUES ({', '.join('?' * len(stored))})",  # noqa: S608 - constants
-        list(stored.values()),
-    ).lastrowid
-    connection.executemany(
-        "UPDATE part_uses SET last_call = ? WHERE part BETWEEN ? AND ?", [(number, *run) for run in runs(request)]
-    )
-    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", [(known[digest], number) for digest in new])
+    into = f"INSERT INTO calls ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608 - constants
+    connection.execute(into, list(row.values()))
     return True
 
 
-def _remove(connection: sqlite3.Connection, oldest: Sequence[tuple[int, bytes]]) -> None:
-    """Remove the oldest calls, given by number and packed parts, and the parts that no other call has."""
-    if not oldest:
-        return
-    last = oldest[-1][0]
-    connection.execute("DELETE FROM calls WHERE number <= ?", (last,))
-    for first_part, last_part in {run for _, request in oldest for run in runs(request)}:
-        unused = "SELECT part FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?"
-        connection.execute(f"DELETE FROM parts WHERE part IN ({unused})", (first_part, last_part, last))  # noqa: S608
-        connection.execute(
-            "DELETE FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?", (first_part, last_part, last)
-        )
+def _numbered(connection: sqlite3.Connection, request_ids: Iterable[str]) -> list[tuple[int, str, bytes]]:
+    """Number, request id and packed request of those of the calls that are there."""
+    query = "SELECT number, request_id, request FROM calls WHERE request_id = ?"
+    rows = (connection.execute(query, (each,)).fetchone() for each in request_ids)
+    return [row for row in rows if row]
+
+
+def _remove(connection: sqlite3.Connection, going: Sequence[tuple[int, bytes]]) -> None:
+    """Remove calls, given by number and packed request."""
+    connection.executemany("DELETE FROM calls WHERE number = ?", [(number,) for number, _ in going])
+    stored_parts.remove(connection, [request for _, request in going])
 
 
 def _state(connection: sqlite3.Connection) -> LogState:
@@ -508,11 +467,7 @@ def _live_bytes(connection: sqlite3.Connection) -> int:
     return int(found)
 
 
-def _stored(
-    connection: sqlite3.Connection, row: Sequence[Any], known: Container[int] = ()
-) -> tuple[StoredCall, dict[int, bytes]]:
-    """The call of a row, and the contents of those of its parts that are not `known`, by number."""
-    number, *facts, request, response = row
-    call = RecordedCall(*facts, response=zlib.decompress(response))
-    parts, contents = contents_of(connection, request, known)
-    return StoredCall(number, replace(call, is_complete=bool(call.is_complete)), parts), contents
+def _call(facts: Sequence[Any], request: bytes, response: bytes) -> RecordedCall:
+    known = dict(zip(CallFacts.__struct_fields__, facts, strict=True))
+    known["is_complete"] = bool(known["is_complete"])
+    return RecordedCall(**known, request=request, response=zlib.decompress(response))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from flywheel.serving.calls.call_log import (
     EXPANSION,
@@ -23,7 +24,6 @@ from flywheel.serving.calls.request_parts import MAX_PARTS
 
 Text = str | tuple[str]
 """A text that is not UTF-8 is a list of one text with a character for each byte."""
-_FACTS: Final = CallFacts.__struct_fields__
 
 
 class CallPage(NamedTuple):
@@ -66,20 +66,14 @@ def page_json(log: CallLog, after: int, max_calls: int, max_bytes: int, dropped:
         state = log.state()
         erased = log.erased_between(after, found[0].number if found else state.newest + 1)
     places = {part: place for place, part in enumerate(contents)}
-    calls = [
-        _SentCall(
-            *(getattr(call, name) for name in _FACTS),
-            number=number,
-            request=[places[part] for part in parts],
-            response=_text(call.response),
-        )
-        for number, call, parts in found
-    ]
+    calls: list[dict[str, Any]] = []
+    for number, call, parts in found:
+        request = [places[part] for part in parts]
+        calls.append({**asdict(call), "number": number, "request": request, "response": _text(call.response)})
+    counts = {"dropped": state.dropped + dropped, "refused": state.refused, "erased": erased}
     texts = [_text(part) for part in contents.values()]
-    numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
-    return msgspec.json.encode(
-        _SentPage(log=state.log_id, **numbers, refused=state.refused, erased=erased, texts=texts, calls=calls)
-    )
+    numbers = {"oldest": state.oldest, "newest": state.newest, **counts}
+    return msgspec.json.encode({"log": state.log_id, **numbers, "texts": texts, "calls": calls})
 
 
 def read_page(text: str | bytes, after: int) -> CallPage:
@@ -107,10 +101,10 @@ def read_page(text: str | bytes, after: int) -> CallPage:
         room -= sum(len(texts[place]) for place in call.request)
         if room < 0:
             raise ValueError(f"its requests are longer than {EXPANSION * PAGE_BYTES:,} bytes")
-        facts = {name: getattr(call, name) for name in _FACTS}
+        facts = asdict(call)
         facts |= {"ended_ns": min(call.ended_ns, now), "started_ns": min(call.started_ns, call.ended_ns, now)}
-        request = b"".join(texts[place] for place in call.request)
-        calls.append((call.number, RecordedCall(**facts, request=request, response=_bytes(call.response))))
+        facts |= {"request": b"".join(texts[place] for place in call.request), "response": _bytes(call.response)}
+        calls.append((facts.pop("number"), RecordedCall(**facts)))
     return CallPage(LogState(page.log, page.oldest, page.newest, page.dropped, page.refused), calls, page.erased)
 
 

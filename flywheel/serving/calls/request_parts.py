@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import msgspec
@@ -116,31 +116,26 @@ _elements = msgspec.json.Decoder(list[Raw]).decode
 
 
 class Parts(NamedTuple):
-    """The parts of a body, none of them empty. Those from `at` on are its `messages`, with their separators."""
+    """The parts of a body, none of them empty, and which of them are its messages."""
 
     parts: list[bytes]
-    at: int = 0
-    messages: Sequence[bytes] = ()
-
-    @property
-    def places(self) -> slice:
-        """Which of the parts are messages."""
-        return slice(self.at, self.at + len(self.messages))
+    messages: slice = slice(0)
 
 
 def split(body: bytes) -> Parts:
     parts: list[bytes] = []
-    at, messages, separator = 0, list[bytes](), b"{"
+    messages, separator = slice(0), b"{"
     try:
         for key, value in _members(body).items():
             begin = separator + msgspec.json.encode(key) + b":"
             raw, separator = bytes(value), b","
-            elements = [bytes(each) for each in _elements(value)] if key in LISTS and raw[:1] == b"[" else []
-            if elements:
-                at, messages = (at, messages) if messages else (len(parts), elements)
-                begin, raw, separator = begin + b"[", elements[0], b"],"
-            parts += [begin + raw, *(b"," + each for each in elements[1:])]
+            if key in LISTS and raw.startswith(b"[") and (elements := [bytes(each) for each in _elements(value)]):
+                messages = messages if messages.stop else slice(len(parts), len(parts) + len(elements))
+                parts += [begin + b"[" + elements[0], *(b"," + each for each in elements[1:])]
+                separator = b"],"
+            else:
+                parts.append(begin + raw)
     except (msgspec.DecodeError, RecursionError):
         return Parts([body] if body else [])
     parts.append(separator.removesuffix(b",") + b"}")
-    return Parts(parts, at, messages) if len(parts) <= MAX_PARTS else Parts([body])
+    return Parts(parts, messages) if len(parts) <= MAX_PARTS else Parts([body])

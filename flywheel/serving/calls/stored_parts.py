@@ -1,4 +1,4 @@
-"""The parts of requests in the file of a call log: their numbers, their contents, and which calls repeat them.
+"""The parts of requests in the file of a call log: each once, with the number of its uses, until no call has it.
 
 The standard library and msgspec only, because the server uses it.
 """
@@ -10,7 +10,7 @@ import itertools
 import json
 import sqlite3
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -18,14 +18,79 @@ import msgspec
 
 from flywheel.serving.calls.request_parts import LISTS, split
 
+TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
+    # Apart from the contents, because each call writes here for all of its parts.
+    "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, uses INTEGER NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS unused_parts ON part_uses (part) WHERE uses = 0",
+)
 HASHES_PER_QUERY: Final = 500
 _MARK: Final = b"\x01"
-"""Begins packed numbers. Those of earlier versions begin with an even byte."""
+"""Begins packed numbers. Those of format 1 begin with an even byte."""
 _numbers = msgspec.json.Decoder(list[int]).decode
 
 
-def hash_of(part: bytes) -> bytes:
-    return hashlib.sha256(part).digest()[:16]
+def add(connection: sqlite3.Connection, parts: Sequence[bytes]) -> bytes:
+    """Store those parts of a request that are not there, and count its uses. Returns their numbers, packed."""
+    hashes = [_hash(part) for part in parts]
+    known = _numbers_of(connection, hashes)
+    (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
+    new = {digest: part for digest, part in zip(hashes, parts, strict=True) if digest not in known}
+    known |= {digest: number for number, digest in enumerate(new, last + 1)}
+    rows = [(known[digest], digest, zlib.compress(part, 1)) for digest, part in new.items()]
+    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", rows)
+    connection.executemany("INSERT INTO part_uses VALUES (?, 0)", [(known[digest],) for digest in new])
+    request = packed([known[digest] for digest in hashes])
+    connection.executemany("UPDATE part_uses SET uses = uses + 1 WHERE part BETWEEN ? AND ?", runs(request))
+    return request
+
+
+def remove(connection: sqlite3.Connection, requests: Iterable[bytes]) -> None:
+    """Take back the uses by packed requests, and remove the parts that no call has any more."""
+    taken = (run for request in requests for run in runs(request))
+    connection.executemany("UPDATE part_uses SET uses = uses - 1 WHERE part BETWEEN ? AND ?", taken)
+    connection.execute("DELETE FROM parts WHERE part IN (SELECT part FROM part_uses WHERE uses = 0)")
+    connection.execute("DELETE FROM part_uses WHERE uses = 0")
+
+
+def convert(connection: sqlite3.Connection) -> None:
+    """In a file of format 1, count the uses of parts in place of their last use. Requests stay as they are."""
+    changes: Counter[int] = Counter()
+    for (request,) in connection.execute("SELECT request FROM calls"):
+        for first, last in runs(request):
+            changes[first] += 1
+            changes[last + 1] -= 1
+    connection.execute("DROP TABLE part_uses")
+    for table in TABLES:
+        connection.execute(table)
+    numbers = range(min(changes, default=0), max(changes, default=0))
+    counts = itertools.accumulate(changes[number] for number in numbers)
+    rows = ((number, uses) for number, uses in zip(numbers, counts, strict=True) if uses)
+    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", rows)
+
+
+def contents_of(
+    connection: sqlite3.Connection, request: bytes, known: Container[int] = ()
+) -> tuple[list[int], dict[int, bytes]]:
+    """The part numbers of a packed request, and the contents of those parts that are not `known`."""
+    parts: list[int] = []
+    contents: dict[int, bytes] = {}
+    for first, last in runs(request):
+        run = range(first, last + 1)
+        parts += run
+        if any(part not in known for part in run):
+            query = "SELECT part, content FROM parts WHERE part BETWEEN ? AND ?"
+            rows = connection.execute(query, (first, last))
+            contents |= {part: zlib.decompress(content) for part, content in rows if part not in known}
+    if missing := [part for part in parts if part not in known and part not in contents]:
+        raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
+    return parts, contents
+
+
+def body_of(connection: sqlite3.Connection, request: bytes) -> bytes:
+    """The body of a packed request."""
+    parts, contents = contents_of(connection, request)
+    return b"".join(contents[part] for part in parts)
 
 
 def packed(numbers: Sequence[int]) -> bytes:
@@ -49,8 +114,8 @@ def runs(packed: bytes) -> list[tuple[int, int]]:
 
 
 def _older_steps(packed: bytes) -> Iterator[int]:
-    """The same differences from what earlier versions packed, where the second one is that of the ends of the run
-    plus 1: signed numbers (zigzag) and counts in turn, seven bits a byte, the lowest first, to a byte below 128."""
+    """The same differences from what format 1 packed, where the second one is that of the ends of the run plus 1:
+    signed numbers (zigzag) and counts in turn, seven bits a byte, the lowest first, to a byte below 128."""
     value = shift = 0
     is_count = False
     for byte in packed:
@@ -62,80 +127,36 @@ def _older_steps(packed: bytes) -> Iterator[int]:
             value = shift = 0
 
 
-def numbers_of(connection: sqlite3.Connection, hashes: Sequence[bytes]) -> dict[bytes, int]:
-    """The numbers of those parts that are stored, by hash."""
-    known: dict[bytes, int] = {}
-    for start in range(0, len(hashes), HASHES_PER_QUERY):
-        asked = hashes[start : start + HASHES_PER_QUERY]
-        query = f"SELECT hash, part FROM parts WHERE hash IN ({', '.join('?' * len(asked))})"  # noqa: S608 - numbers
-        known.update(connection.execute(query, asked).fetchall())
-    return known
-
-
-def contents_of(
-    connection: sqlite3.Connection, request: bytes, known: Container[int] = ()
-) -> tuple[list[int], dict[int, bytes]]:
-    """The part numbers of a packed request, and the contents of those parts that are not `known`."""
-    parts: list[int] = []
-    contents: dict[int, bytes] = {}
-    for first, last in runs(request):
-        run = range(first, last + 1)
-        parts += run
-        if any(part not in known for part in run):
-            query = "SELECT part, content FROM parts WHERE part BETWEEN ? AND ?"
-            for part, content in connection.execute(query, (first, last)):
-                if part not in known:
-                    contents[part] = zlib.decompress(content)
-    if missing := [part for part in parts if part not in known and part not in contents]:
-        raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
-    return parts, contents
-
-
-def body_of(connection: sqlite3.Connection, request: bytes) -> bytes:
-    """The body of a packed request."""
-    parts, contents = contents_of(connection, request)
-    return b"".join(contents[part] for part in parts)
-
-
 def resending(connection: sqlite3.Connection, calls: Iterable[tuple[int, str, bytes]]) -> dict[str, list[str]]:
     """The request ids of later calls whose messages begin with all messages of a call, by that call's request id.
     `calls` have number, request id and packed request.
 
-    A message is the same if it was sent as the same bytes. Where the later request is kept as it was sent, because
-    msgspec refuses it, values are compared.
+    A later call is read if it has the part of the last message, or one part alone: its body was not split.
     """
-    # A history is looked for by its last part.
-    by_end: dict[int, list[tuple[int, str, list[int]]]] = defaultdict(list)
-    by_value: list[tuple[int, str, list[Any]]] = []
+    histories: list[tuple[int, str, list[Any], set[int]]] = []
     for number, request_id, request in calls:
         parts, contents = contents_of(connection, request)
         body = b"".join(contents[part] for part in parts)
-        own = split(body)
-        hashes = [hash_of(part) for part in own.parts[own.places]]
-        known = numbers_of(connection, hashes)
-        # As the call itself has them, and as later ones do: a call of an earlier version has white space in them.
-        histories = [parts[own.places], [known[each] for each in hashes if each in known]]
-        for history in histories[: 1 if histories[0] == histories[1] else 2]:
-            if len(history) == len(hashes) > 0:
-                by_end[history[-1]].append((number, request_id, history))
         if messages := _messages_of(body):
-            by_value.append((number, request_id, messages))
+            own = split(body)
+            # As the call itself has it, and as later ones do: requests of format 1 have white space in their parts.
+            last = {*parts[own.messages][-1:]}
+            last |= {*_numbers_of(connection, [_hash(part) for part in own.parts[own.messages][-1:]]).values()}
+            histories.append((number, request_id, messages, last))
     found: dict[str, list[str]] = defaultdict(list)
     query = "SELECT number, request_id, request FROM calls WHERE number > ? ORDER BY number"
-    for later, later_id, request in connection.execute(query, (min((each[0] for each in by_value), default=0),)):
-        ends = runs(request)
-        if sum(last - first + 1 for first, last in ends) == 1:
-            sent_values = _messages_of(body_of(connection, request))
-            for number, request_id, messages in by_value:
-                if number < later and sent_values[: len(messages)] == messages:
-                    found[request_id].append(later_id)
-        if not any(first <= end <= last for first, last in ends for end in by_end):
-            continue
-        sent = [part for first, last in ends for part in range(first, last + 1)]
-        for at, part in enumerate(sent, 1):
-            for number, request_id, history in by_end.get(part, ()):
-                if number < later and len(history) <= at and sent[at - len(history) : at] == history:
-                    found[request_id].append(later_id)
+    for later, later_id, request in connection.execute(query, (min((each[0] for each in histories), default=0),)):
+        ranges = runs(request)
+        is_whole = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+        resent = [
+            (request_id, messages)
+            for number, request_id, messages, ends in histories
+            if number < later and (is_whole or any(first <= end <= last for end in ends for first, last in ranges))
+        ]
+        sent = _messages_of(body_of(connection, request)) if resent else []
+        for request_id, messages in resent:
+            if sent[: len(messages)] == messages:
+                found[request_id].append(later_id)
     return dict(found)
 
 
@@ -146,3 +167,17 @@ def _messages_of(body: bytes) -> list[Any]:
         return []
     values = [request.get(key) for key in LISTS] if isinstance(request, dict) else []
     return next((each for each in values if isinstance(each, list)), [])
+
+
+def _hash(part: bytes) -> bytes:
+    return hashlib.sha256(part).digest()[:16]
+
+
+def _numbers_of(connection: sqlite3.Connection, hashes: Sequence[bytes]) -> dict[bytes, int]:
+    """The numbers of those parts that are stored, by hash."""
+    known: dict[bytes, int] = {}
+    for start in range(0, len(hashes), HASHES_PER_QUERY):
+        asked = hashes[start : start + HASHES_PER_QUERY]
+        query = f"SELECT hash, part FROM parts WHERE hash IN ({', '.join('?' * len(asked))})"  # noqa: S608 - numbers
+        known.update(connection.execute(query, asked).fetchall())
+    return known

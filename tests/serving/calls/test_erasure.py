@@ -12,14 +12,13 @@ import tempfile
 import threading
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.conversations import as_header
-from flywheel.serving.calls import call_log, erasure
+from flywheel.serving.calls import call_log
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import page_json, read_page
 from tests import warm
@@ -129,31 +128,15 @@ def test_an_erased_call_never_comes_back(tmp_path: Path) -> None:
         assert log.erased(["a", "b", "c", "d"]) == {"a", "c"}
 
 
-@pytest.mark.parametrize("meanwhile", ["append", "prune", "erase"])
-def test_what_happens_between_the_look_at_the_parts_and_the_removal_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
-) -> None:
-    calls = conversation(12)
-    with CallLog(tmp_path / "calls.db") as log, CallLog(tmp_path / "calls.db") as second:
-        log.append(calls[:8])
-        other_users = erasure.other_users
-
-        def users(*given: Any) -> dict[int, int]:
-            found = other_users(*given)
-            monkeypatch.setattr(erasure, "other_users", other_users)
-            if meanwhile == "append":
-                second.append([calls[9]])
-            elif meanwhile == "prune":
-                second.prune(0, 0, 100)
-            else:
-                second.erase([calls[6].request_id])
-            return found
-
-        monkeypatch.setattr(erasure, "other_users", users)
-        log.erase([calls[7].request_id])
-        assert stored(log) == {"append": [*calls[:7], calls[9]], "prune": [], "erase": calls[:6]}[meanwhile]
+def test_a_message_that_is_there_twice_stays_as_long_as_a_call_has_it(tmp_path: Path) -> None:
+    again = {"role": "user", "content": "again"}
+    one, two = (call(f"fw-{at}", compact({"messages": [again] * (3 + at)})) for at in range(2))
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([one, two])
+        assert log.erase([two.request_id]) == 1
+        assert stored(log) == [one]
         assert_uses_are_right(log)
-        log.append(calls)
+        assert log.prune(10, 10**9) == 1
         assert_uses_are_right(log)
 
 

@@ -1,4 +1,4 @@
-"""A call log of format 1, whose parts of requests have white space and whose part numbers were packed otherwise.
+"""A call log of format 1: it has the last use of each part, other part numbers, and white space in the parts.
 
 `tests/data/calls/format-1.sql` is a dump of a daemon's copy that version 1 of the format made: three calls were
 pruned, three erased, and of two conversations the last calls are not placed yet.
@@ -7,7 +7,13 @@ pruned, three erased, and of two conversations the last calls are not placed yet
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import page_json, read_page
 from flywheel.sources.call_puller import COPY, CallLogCopy
 from flywheel.sources.calls.conversations import Conversations, extending
+from tests import warm
 from tests.factories.call_log import assert_gone, assert_uses_are_right, numbered, only_of, stored
 from tests.sources.calls.recorded import BEGIN_NS, SECOND_NS, assistant, chat, completion, recorded, user
 
@@ -78,20 +85,75 @@ def test_its_calls_are_read_and_others_added(path: Path) -> None:
         assert_uses_are_right(log)
 
 
-def test_a_process_of_the_earlier_version_may_go_on_with_it(path: Path) -> None:
-    """A server that was not restarted yet, while another process erases calls in its file."""
+def test_a_process_of_the_earlier_version_that_goes_on_changes_nothing(path: Path) -> None:
+    """A server that was not restarted yet, while another process opens its file."""
     with closing(sqlite3.connect(path, isolation_level=None)) as older, CallLog(path) as log:
         assert older.execute("SELECT count(*) FROM calls").fetchone() == (8,)
-        log.erase([request_id(ONE[2])])
-        columns = (
-            "request_id, path, version, credential, retry, started_ns, ended_ns, status, is_complete, media_type"
-        )
-        older.execute(
-            f"INSERT INTO calls ({columns}, request, size, response) SELECT 'fw-1', {columns.partition(', ')[2]}, "
-            "request, size, response FROM calls WHERE number = 4"
-        )
-        older.execute("UPDATE part_uses SET last_call = 15 WHERE last_call = 4")
-        assert [each.request for each in stored(log)][-1] == body("one", 0, ONE[0])
+        before = stored(log)
+        with pytest.raises(sqlite3.OperationalError, match="no such column: last_call"), older:
+            older.execute("BEGIN")
+            older.execute("DELETE FROM calls WHERE number = 4")
+            older.execute("UPDATE part_uses SET last_call = 15 WHERE part BETWEEN 1 AND 9")
+        assert stored(log) == before
+        assert older.execute("PRAGMA user_version").fetchone() == (2,), "it is refused when it is opened again"
+
+
+OPENER = """
+import sys, threading
+from pathlib import Path
+from flywheel.serving.calls import stored_parts
+from flywheel.serving.calls.call_log import CallLog
+runs, left = stored_parts.runs, [5]
+def stopping(request):
+    left[0] -= 1
+    if not left[0]:
+        print("converting", flush=True)
+        threading.Event().wait()
+    return runs(request)
+convert = stored_parts.convert
+if sys.argv[2] == "read":
+    stored_parts.runs = stopping
+else:
+    def converted(connection):
+        convert(connection)
+        print("converting", flush=True)
+        threading.Event().wait()
+    stored_parts.convert = converted
+CallLog(Path(sys.argv[1])).state()
+"""
+
+
+@pytest.mark.parametrize("moment", ["read", "written"])
+def test_kill_9_while_it_is_converted_leaves_the_old_file(path: Path, moment: str) -> None:
+    opener = warm.Popen([sys.executable, "-c", OPENER, str(path), moment], stdout=subprocess.PIPE)
+    try:
+        assert opener.stdout is not None
+        assert opener.stdout.readline() == b"converting\n"
+    finally:
+        os.kill(opener.pid, signal.SIGKILL)
+        opener.wait()
+        if opener.stdout is not None:
+            opener.stdout.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("SELECT last_call FROM part_uses WHERE part = 1").fetchone() == (14,)
+    with CallLog(path) as log:
+        assert len(stored(log)) == 8
+        assert_uses_are_right(log)
+
+
+def test_several_may_open_it_at_once(path: Path) -> None:
+    barrier = threading.Barrier(4)
+
+    def opened() -> int:
+        with CallLog(path) as log:
+            barrier.wait(60)
+            return len(stored(log))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [each.result() for each in [threads.submit(opened) for _ in range(4)]] == [8] * 4
+    with CallLog(path) as log:
+        assert_uses_are_right(log)
 
 
 def test_its_calls_are_placed(path: Path) -> None:
