@@ -15,7 +15,7 @@ import pytest
 from flywheel.config import parse
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES, CallLog
 from flywheel.serving.calls.call_log_page import fits_a_page, page_json, read_page
-from flywheel.serving.calls.request_parts import MAX_PARTS
+from flywheel.serving.calls.stored_parts import MAX_PARTS
 from flywheel.sources.call_puller import OK, CallPuller
 from flywheel.sources.calls.parsing import parse as parsed
 from flywheel.store.kernel.database import Store

@@ -14,8 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.serving.calls.request_parts import split
-from flywheel.serving.calls.stored_parts import runs
+from flywheel.serving.calls.stored_parts import runs, split
 
 
 def call(request_id: str = "fw-1", request: bytes = b'{"model":"agent"}', **more: Any) -> RecordedCall:

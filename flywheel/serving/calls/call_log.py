@@ -1,7 +1,7 @@
 """The call log: an SQLite file of model requests and their responses, in the order of their ends.
 
 The inference server writes one, and the daemon a copy of those of all servers. The parts of request bodies
-(`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. The server's
+(`stored_parts`) are stored once by hash, so that a growing conversation grows the file linearly. The server's
 middleware imports it: the standard library and msgspec, which vLLM requires, are all that it uses.
 """
 
@@ -24,7 +24,6 @@ from msgspec.structs import asdict
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
 from flywheel.serving.calls import stored_parts
-from flywheel.serving.calls.request_parts import split
 from flywheel.system.files import file_identity, make_private_database
 from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
@@ -430,7 +429,7 @@ def _insert(connection: sqlite3.Connection, call: RecordedCall) -> bool:
     known_id = "SELECT 1 FROM calls WHERE request_id = ?1 UNION ALL SELECT 1 FROM erased WHERE request_id = ?1"
     if connection.execute(known_id, (call.request_id,)).fetchone():
         return False
-    parts = split(call.request).parts
+    parts = stored_parts.split(call.request).parts
     row = {
         **asdict(call),
         "request": stored_parts.add(connection, parts),

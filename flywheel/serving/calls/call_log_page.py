@@ -20,7 +20,7 @@ from flywheel.serving.calls.call_log import (
     Number,
     RecordedCall,
 )
-from flywheel.serving.calls.request_parts import MAX_PARTS
+from flywheel.serving.calls.stored_parts import MAX_PARTS
 
 Text = str | tuple[str]
 """A text that is not UTF-8 is a list of one text with a character for each byte."""
@@ -69,7 +69,7 @@ def page_json(log: CallLog, after: int, max_calls: int, max_bytes: int, dropped:
     calls: list[dict[str, Any]] = []
     for number, call, parts in found:
         request = [places[part] for part in parts]
-        calls.append({**asdict(call), "number": number, "request": request, "response": _text(call.response)})
+        calls.append({"number": number, **asdict(call), "request": request, "response": _text(call.response)})
     counts = {"dropped": state.dropped + dropped, "refused": state.refused, "erased": erased}
     texts = [_text(part) for part in contents.values()]
     numbers = {"oldest": state.oldest, "newest": state.newest, **counts}

@@ -1,25 +1,12 @@
-"""Splits the JSON body of a model request into parts that the next request of the same conversation repeats.
-
-A body ends a part after each top-level value and after each element of `messages` or `input`. A part begins with the
-separator before it, so the last message of one request is the same part as that message in the middle of the next.
-Joined, the parts are a JSON text with the same keys and values, each value as the bytes that were sent; white space
-between them is not kept, and of a key that is there twice the last value is. A body that msgspec refuses (no UTF-8,
-no object, half a surrogate pair) is one part, as it was sent.
-"""
+"""Finds where the values of a JSON text begin and end. Standard library only, because the server uses it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
-import msgspec
-from msgspec import Raw
-
-MAX_PARTS: Final = 10_000
-"""Maximum number of parts of a body. One with more is one part."""
-LISTS: Final = ("messages", "input")
 MAX_DEPTH: Final = 100
 """Maximum nesting depth of a body. vLLM and chat templates recurse through objects and lists, and fail with a 500 at
 Python's recursion limit."""
@@ -109,33 +96,3 @@ class JsonScan:
                 if depth == 1:
                     return at
         raise ValueError("the text is cut off")
-
-
-_members = msgspec.json.Decoder(dict[str, Raw]).decode
-_elements = msgspec.json.Decoder(list[Raw]).decode
-
-
-class Parts(NamedTuple):
-    """The parts of a body, none of them empty, and which of them are its messages."""
-
-    parts: list[bytes]
-    messages: slice = slice(0)
-
-
-def split(body: bytes) -> Parts:
-    parts: list[bytes] = []
-    messages, separator = slice(0), b"{"
-    try:
-        for key, value in _members(body).items():
-            begin = separator + msgspec.json.encode(key) + b":"
-            raw, separator = bytes(value), b","
-            if key in LISTS and raw.startswith(b"[") and (elements := [bytes(each) for each in _elements(value)]):
-                messages = messages if messages.stop else slice(len(parts), len(parts) + len(elements))
-                parts += [begin + b"[" + elements[0], *(b"," + each for each in elements[1:])]
-                separator = b"],"
-            else:
-                parts.append(begin + raw)
-    except (msgspec.DecodeError, RecursionError):
-        return Parts([body] if body else [])
-    parts.append(separator.removesuffix(b",") + b"}")
-    return Parts(parts, messages) if len(parts) <= MAX_PARTS else Parts([body])

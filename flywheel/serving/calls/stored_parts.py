@@ -1,6 +1,7 @@
-"""The parts of requests in the file of a call log: each once, with the number of its uses, until no call has it.
+"""The parts of request bodies, which later requests of the same conversation repeat, in the file of a call log.
 
-The standard library and msgspec only, because the server uses it.
+Each is stored once, with the number of its uses, until no call has it. The standard library and msgspec only, because
+the server uses it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import sqlite3
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
-
-from flywheel.serving.calls.request_parts import LISTS, split
+from msgspec import Raw
 
 TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
@@ -24,10 +24,48 @@ TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, uses INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS unused_parts ON part_uses (part) WHERE uses = 0",
 )
+LISTS: Final = ("messages", "input")
+MAX_PARTS: Final = 10_000
+"""Maximum number of parts of a body. One with more is one part."""
 HASHES_PER_QUERY: Final = 500
 _MARK: Final = b"\x01"
 """Begins packed numbers. Those of format 1 begin with an even byte."""
 _numbers = msgspec.json.Decoder(list[int]).decode
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+_elements = msgspec.json.Decoder(list[Raw]).decode
+
+
+class Parts(NamedTuple):
+    """The parts of a body, none of them empty, and which of them are its messages."""
+
+    parts: list[bytes]
+    messages: slice = slice(0)
+
+
+def split(body: bytes) -> Parts:
+    """A part ends after each top-level value and after each element of `messages` or `input`. It begins with the
+    separator before it: the last message of one request is the same part as that message in the middle of the next.
+
+    Joined, the parts are a JSON text with the same keys and values, each value as the bytes that were sent. White
+    space between them is not kept, and of a key that is there twice the last value is. A body that msgspec refuses
+    (no object, no UTF-8, half a surrogate pair) is one part, as it was sent.
+    """
+    parts: list[bytes] = []
+    messages, separator = slice(0), b"{"
+    try:
+        for key, value in _members(body).items():
+            begin = separator + msgspec.json.encode(key) + b":"
+            raw, separator = bytes(value), b","
+            if key in LISTS and raw.startswith(b"[") and (elements := [bytes(each) for each in _elements(value)]):
+                messages = messages if messages.stop else slice(len(parts), len(parts) + len(elements))
+                parts += [begin + b"[" + elements[0], *(b"," + each for each in elements[1:])]
+                separator = b"],"
+            else:
+                parts.append(begin + raw)
+    except (msgspec.DecodeError, RecursionError):
+        return Parts([body] if body else [])
+    parts.append(separator.removesuffix(b",") + b"}")
+    return Parts(parts, messages) if len(parts) <= MAX_PARTS else Parts([body])
 
 
 def add(connection: sqlite3.Connection, parts: Sequence[bytes]) -> bytes:

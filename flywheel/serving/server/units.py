@@ -7,15 +7,15 @@ Runs inside vLLM's process; only the standard library is imported, and modules t
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
 from flywheel.records.request_id import mark_of
 from flywheel.serving.alias_target import AliasTarget
-from flywheel.serving.calls.request_parts import LISTS, JsonScan
+from flywheel.serving.calls.stored_parts import LISTS
 from flywheel.system.server_limits import Scope, header
 
 NAMED: Final = (("conversation", CONVERSATION_HEADER.encode()), ("session", b"x-litellm-session-id"))
@@ -31,6 +31,9 @@ MAX_MESSAGES: Final = 64
 """So many messages are looked at for the first one of the user."""
 _MAX_SHORT: Final = 1000
 """The longest text that is decoded."""
+# Not msgspec, which refuses half a surrogate pair: the unit would change in the middle of a conversation.
+_value = json.JSONDecoder().raw_decode
+_separator = re.compile(r"[\s,]*").match
 
 
 class RequestText(NamedTuple):
@@ -106,12 +109,14 @@ def _question(body: RequestText) -> str:
     if name not in LISTS or text[at] != "[":
         return body.raw(name)
     try:
-        for start, end in itertools.islice(JsonScan(text).elements(at), MAX_MESSAGES):
-            roles = (text[begin:finish] for key, begin, finish in JsonScan(text).members(start) if key == "role")
-            if short_text(next(roles, "")) == "user":
+        end = at + 1
+        for _ in range(MAX_MESSAGES):
+            start = _separator(text, end).end()
+            message, end = _value(text, start)
+            if isinstance(message, dict) and message.get("role") == "user":
                 return text[start:end]
-    except (ValueError, IndexError):
-        pass  # The server refuses the body.
+    except (ValueError, RecursionError):
+        pass  # The end of the list, or the server refuses the body.
     return ""
 
 

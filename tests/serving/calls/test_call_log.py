@@ -22,8 +22,7 @@ from msgspec.structs import replace
 from flywheel.errors import CallLogError
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import page_json, read_page
-from flywheel.serving.calls.request_parts import MAX_PARTS, split
-from flywheel.serving.calls.stored_parts import packed, runs
+from flywheel.serving.calls.stored_parts import MAX_PARTS, packed, runs, split
 from tests import warm
 from tests.factories.call_log import call, compact, conversation, numbered, stored
 from tests.waiting import wait_for
