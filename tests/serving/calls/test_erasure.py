@@ -273,3 +273,12 @@ def test_later_calls_that_resend_a_call_are_found(tmp_path: Path) -> None:
         assert log.resending([one[1].request_id, other[3].request_id, "text", "cut", "nobody"]) == {
             one[1].request_id: [each.request_id for each in one[2:]]
         }
+        # White space between the values, and the same last message after another history.
+        sent = json.loads(one[1].request)["messages"]
+        other = [*sent[:-2], {"role": "assistant", "content": "x"}, sent[-1]]
+        log.append([
+            call("spaced", b'{"messages" : [' + b" ,\n".join(compact(each) for each in sent) + b" ] }"),
+            call("other", compact({"messages": other})), call("shorter", compact({"messages": sent[1:]})),
+        ])  # fmt: skip
+        found = log.resending([one[1].request_id])[one[1].request_id]
+        assert found == [*(each.request_id for each in one[2:]), "spaced"]
