@@ -111,7 +111,8 @@ def _question(body: RequestText) -> str:
     try:
         end = at + 1
         for _ in range(MAX_MESSAGES):
-            start = _separator(text, end).end()
+            found = _separator(text, end)
+            start = found.end() if found else end
             message, end = _value(text, start)
             if isinstance(message, dict) and message.get("role") == "user":
                 return text[start:end]
