@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
-from flywheel.serving.calls import stored_parts
+from flywheel.serving.calls import erasure, stored_parts
 from flywheel.system.files import file_identity, make_private_database
 from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
@@ -61,16 +61,10 @@ _TABLES: Final = (
     "response BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS calls_conversation ON calls (conversation) WHERE conversation <> ''",
     "CREATE INDEX IF NOT EXISTS calls_user ON calls (user) WHERE user <> ''",
-    # Ids are random, so they say nothing of a person. A call that was not in the log has no number.
-    "CREATE TABLE IF NOT EXISTS erased (request_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID",
-    "CREATE INDEX IF NOT EXISTS erased_number ON erased (number) WHERE number IS NOT NULL",
+    *erasure.TABLES,
     *stored_parts.TABLES,
 )
 _NEWEST: Final = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
-_ERASED: Final = (
-    "INSERT INTO erased SELECT ?1, (SELECT number FROM calls WHERE request_id = ?1) WHERE true "
-    "ON CONFLICT (request_id) DO UPDATE SET number = coalesce(excluded.number, number)"
-)
 
 Number = Annotated[int, Meta(ge=0, le=1 << 40)]
 """More calls than a server answers. SQLite and sums of such numbers have room for it."""
@@ -293,7 +287,7 @@ class CallLog:
             with self.transaction("erase calls of") as connection:
                 some = ids[start : start + CALLS_PER_STEP]
                 going = _numbered(connection, some)
-                connection.executemany(_ERASED, [(each,) for each in some])
+                erasure.mark(connection, some)
                 _remove(connection, [(number, request) for number, _, request in going])
                 connection.execute("UPDATE log SET unpurged = unpurged + ?", (len(going),))
             removed += len(going)
@@ -323,8 +317,7 @@ class CallLog:
     def erased_between(self, after: int, before: int) -> int:
         """The number of erased calls with numbers between these two."""
         with self.reading() as connection:
-            query = "SELECT count(*) FROM erased WHERE number > ? AND number < ? AND number IS NOT NULL"
-            return int(connection.execute(query, (after, before)).fetchone()[0])
+            return erasure.count_between(connection, after, before)
 
     def erased(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the calls that were erased."""
@@ -347,7 +340,7 @@ class CallLog:
         """By request id, the later calls whose messages begin with all messages of a call. Of bodies without a list
         of messages there are none."""
         with self.reading() as connection:
-            return stored_parts.resending(connection, _numbered(connection, request_ids))
+            return erasure.resending(connection, _numbered(connection, request_ids))
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import sqlite3
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -70,8 +69,8 @@ def split(body: bytes) -> Parts:
 
 def add(connection: sqlite3.Connection, parts: Sequence[bytes]) -> bytes:
     """Store those parts of a request that are not there, and count its uses. Returns their numbers, packed."""
-    hashes = [_hash(part) for part in parts]
-    known = _numbers_of(connection, hashes)
+    hashes = [hash_of(part) for part in parts]
+    known = numbers_of(connection, hashes)
     (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
     new = {digest: part for digest, part in zip(hashes, parts, strict=True) if digest not in known}
     known |= {digest: number for number, digest in enumerate(new, last + 1)}
@@ -165,53 +164,11 @@ def _older_steps(packed: bytes) -> Iterator[int]:
             value = shift = 0
 
 
-def resending(connection: sqlite3.Connection, calls: Iterable[tuple[int, str, bytes]]) -> dict[str, list[str]]:
-    """The request ids of later calls whose messages begin with all messages of a call, by that call's request id.
-    `calls` have number, request id and packed request.
-
-    A later call is read if it has the part of the last message, or one part alone: its body was not split.
-    """
-    histories: list[tuple[int, str, list[Any], set[int]]] = []
-    for number, request_id, request in calls:
-        parts, contents = contents_of(connection, request)
-        body = b"".join(contents[part] for part in parts)
-        if messages := _messages_of(body):
-            own = split(body)
-            # As the call itself has it, and as later ones do: requests of format 1 have white space in their parts.
-            last = {*parts[own.messages][-1:]}
-            last |= {*_numbers_of(connection, [_hash(part) for part in own.parts[own.messages][-1:]]).values()}
-            histories.append((number, request_id, messages, last))
-    found: dict[str, list[str]] = defaultdict(list)
-    query = "SELECT number, request_id, request FROM calls WHERE number > ? ORDER BY number"
-    for later, later_id, request in connection.execute(query, (min((each[0] for each in histories), default=0),)):
-        ranges = runs(request)
-        is_whole = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-        resent = [
-            (request_id, messages)
-            for number, request_id, messages, ends in histories
-            if number < later and (is_whole or any(first <= end <= last for end in ends for first, last in ranges))
-        ]
-        sent = _messages_of(body_of(connection, request)) if resent else []
-        for request_id, messages in resent:
-            if sent[: len(messages)] == messages:
-                found[request_id].append(later_id)
-    return dict(found)
-
-
-def _messages_of(body: bytes) -> list[Any]:
-    try:
-        request = json.loads(body, parse_constant=str)
-    except (ValueError, RecursionError):
-        return []
-    values = [request.get(key) for key in LISTS] if isinstance(request, dict) else []
-    return next((each for each in values if isinstance(each, list)), [])
-
-
-def _hash(part: bytes) -> bytes:
+def hash_of(part: bytes) -> bytes:
     return hashlib.sha256(part).digest()[:16]
 
 
-def _numbers_of(connection: sqlite3.Connection, hashes: Sequence[bytes]) -> dict[bytes, int]:
+def numbers_of(connection: sqlite3.Connection, hashes: Sequence[bytes]) -> dict[bytes, int]:
     """The numbers of those parts that are stored, by hash."""
     known: dict[bytes, int] = {}
     for start in range(0, len(hashes), HASHES_PER_QUERY):
