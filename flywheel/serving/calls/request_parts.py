@@ -57,14 +57,6 @@ class JsonScan:
             yield key, start, end
             at = self._next(end)
 
-    def elements(self, at: int) -> Iterator[tuple[int, int]]:
-        """Start and end of the elements of the list that begins there."""
-        at = self.skip_space(at + 1)
-        while self._text[at] != "]":
-            end = self._end(at)
-            yield at, end
-            at = self._next(end)
-
     def skip_space(self, at: int) -> int:
         found = _space(self._text, at)
         return found.end() if found else at

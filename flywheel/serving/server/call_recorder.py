@@ -72,10 +72,6 @@ class CallInProgress:
     def __post_init__(self) -> None:
         self.size = len(self.call.request)
 
-    def received(self, message: Message) -> None:
-        if message["type"] == "http.disconnect":
-            self.is_abandoned = True
-
     def sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = message.get("headers", ())
@@ -90,11 +86,6 @@ class CallInProgress:
                     self.chunks.clear()  # It will not fit into the queue.
             if not message.get("more_body") and not self.is_abandoned:
                 self.call = replace(self.call, is_complete=True, ended_ns=time.time_ns())
-
-    def end(self) -> None:
-        """Nothing more is sent."""
-        if not self.call.ended_ns:
-            self.call = replace(self.call, ended_ns=time.time_ns())
 
     def as_recorded(self) -> RecordedCall:
         return replace(self.call, response=b"".join(self.chunks))
@@ -145,7 +136,7 @@ class CallRecorder:
 
         async def received() -> Message:
             message = await receive()
-            progress.received(message)
+            progress.is_abandoned |= message["type"] == "http.disconnect"
             return message
 
         async def passed(message: Message) -> None:
@@ -155,7 +146,8 @@ class CallRecorder:
         try:
             await with_body(app, scope, body, received, passed)
         finally:
-            progress.end()
+            if not progress.call.ended_ns:
+                progress.call = replace(progress.call, ended_ns=time.time_ns())
             self._put(progress)
 
     def refuse(self) -> None:
