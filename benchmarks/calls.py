@@ -1,14 +1,17 @@
-"""What recording costs a request: `python -m benchmarks.calls`.
+"""What recording costs a request, and how large its file becomes: `python -m benchmarks.calls`.
 
 16 clients, each with a conversation of tool calls that grows to 300 kB (200 kB on average), ask two servers in turn:
 uvicorn with the real middleware and a stub in place of vLLM, one with the call log and one without, each in a process
 of its own. New calls are pulled every second. The stub takes the time of a fast model, so that the processor is busy
 but not exhausted.
+
+Then the calls of `LOADS` are written to a file each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,14 +24,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 import uvicorn
 
 from benchmarks import measurement
 from benchmarks.templates import WORDS
-from flywheel.serving.calls.call_log import CallLog
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, SETTINGS_VARIABLE, ServerSettings
 from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.system.server_limits import Receive, Scope, Send
@@ -177,7 +180,7 @@ async def pull(port: int) -> None:
         writer.write(b"GET /flywheel/calls?after=%d HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n" % after)
         page = await reader.read()  # to the end of the connection
         writer.close()
-        numbers = re.findall(rb'"number": (\d+), "request_id"', page)
+        numbers = re.findall(rb'"number":(\d+),"request_id"', page)
         after = int(numbers[-1]) if numbers else after
 
 
@@ -214,6 +217,66 @@ async def measure(ports: dict[str, int], rounds: int, requests: int) -> dict[str
     return found
 
 
+# The sizes
+
+
+class Load(NamedTuple):
+    """Conversations in which each request repeats the one before and adds an answer and a message of so many words.
+    With `seeds`, each request has a seed of its own."""
+
+    conversations: int
+    turns: int
+    tools: int
+    words: int
+    seeds: bool = False
+
+
+LOADS: Final = {
+    "long": Load(1, 800, 10, 40),
+    "tools": Load(5, 60, 60, 150),
+    "seeds": Load(20, 40, 10, 150, seeds=True),
+}
+
+
+def calls_of(load: Load) -> Iterator[RecordedCall]:
+    words = WORDS.read_text().split()
+
+    def text(source: random.Random, count: int) -> str:
+        return " ".join(source.choices(words, k=count))
+
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    described = [{"name": f"tool_{at}", "description": text(random.Random(at), 80)} for at in range(load.tools)]
+    tools = [{"type": "function", "function": {**each, "parameters": parameters}} for each in described]
+    for conversation in range(load.conversations):
+        source = random.Random(conversation)
+        messages = [{"role": "system", "content": text(source, 300)}]
+        for turn in range(load.turns):
+            messages.append({"role": "tool" if turn % 2 else "user", "content": text(source, load.words)})
+            body = {"model": "agent", "messages": messages, "tools": tools, "temperature": 0.7}
+            if load.seeds:
+                body["seed"] = source.getrandbits(31)
+            answer = {"role": "assistant", "content": text(source, 20)}
+            yield RecordedCall(
+                f"fw-{conversation}-{turn}",
+                "/v1/chat/completions",
+                "base",
+                status=200,
+                is_complete=True,
+                request=json.dumps(body).encode(),
+                response=json.dumps({"id": "x", "choices": [{"message": answer}]}).encode(),
+            )
+            messages.append(answer)
+
+
+def size_of(load: Load, path: Path) -> int:
+    """The bytes of a log with these calls, ten in a transaction."""
+    calls = calls_of(load)
+    with CallLog(path) as log:
+        while some := list(itertools.islice(calls, 10)):
+            log.append(some)
+        return log.live_bytes()
+
+
 def main() -> None:
     options = measurement.parser("calls", __doc__)
     options.add_argument("--rounds", type=int)
@@ -225,10 +288,10 @@ def main() -> None:
         with server(path) as (on, recording), server(None) as (off, bare):
             found = asyncio.run(measure({"on": on, "off": off}, rounds, requests))
             spent = {name: sum(process.cpu_times()[:2]) for name, process in (("on", recording), ("off", bare))}
-        with CallLog(path) as log:
+        with CallLog(path) as log, log.reading() as connection:
             state, size = log.state(), log.live_bytes()
-            raw = sum(len(call.request) + len(call.response) for _, call in log.page(0, 100, 10**9))
-            of = len(log.page(0, 100, 10**9))
+            (sent,) = connection.execute("SELECT sum(size) FROM calls").fetchone()
+        sizes = {name: size_of(load, scratch / f"{name}.db") for name, load in LOADS.items()}
     asked = (rounds + 1) * 2 * CLIENTS * requests
     result: dict[str, Any] = {}
     for kind in ("plain", "stream"):
@@ -253,7 +316,8 @@ def main() -> None:
         "asked": asked,
         "dropped": state.dropped,
         "mb_on_disk": round(size / 1e6, 1),
-        "mb_sent": round(raw / of * asked / 1e6, 1),
+        "mb_sent": round(sent / 1e6, 1),
+        **{f"mb_{name}": round(size / 1e6, 3) for name, size in sizes.items()},
     }
     measurement.report(result, before, as_json=given.json)
 

@@ -103,12 +103,10 @@ class CallLogCopy(CallLog):
     extra_tables: ClassVar = (
         "CREATE TABLE IF NOT EXISTS servers (url TEXT PRIMARY KEY, log_id TEXT NOT NULL, after INTEGER NOT NULL, "
         "calls INTEGER NOT NULL, missed INTEGER NOT NULL, dropped INTEGER NOT NULL, log_dropped INTEGER NOT NULL, "
-        "condition TEXT NOT NULL, error TEXT NOT NULL)",
+        "condition TEXT NOT NULL, error TEXT NOT NULL, refused INTEGER NOT NULL)",
         "CREATE TABLE IF NOT EXISTS pending_erasures (url TEXT NOT NULL, request_id TEXT NOT NULL, "
         "PRIMARY KEY (url, request_id)) WITHOUT ROWID",
     )
-
-    added_columns: ClassVar = (("servers", "refused", "INTEGER NOT NULL DEFAULT 0"),)
 
     def servers(self) -> dict[str, PulledServer]:
         """Every server that was ever asked, by URL."""

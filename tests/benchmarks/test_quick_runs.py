@@ -35,6 +35,8 @@ def test_calls() -> None:
     # No request without its record, and no record without its request.
     assert (result["recorded"], result["dropped"]) == (result["asked"], 0)
     assert result["mb_on_disk"] < result["mb_sent"] / 2
+    # Of 158, 24 and 26 MB.
+    assert all(0 < result[f"mb_{load}"] < 2 for load in ("long", "tools", "seeds"))
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flywheel.daemon.erasure import PLACES
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path

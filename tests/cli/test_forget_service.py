@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flywheel.records.request_id import new_request_id
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from tests.cli.conftest import Run
@@ -82,7 +82,7 @@ def test_old_calls_are_removed_from_all_call_logs(flywheel: Run, config: Path, t
     logs = [state / "serving" / "calls-8000.db", state / "serving" / "calls-8001.db", state / "calls" / "calls.db"]
     for path in logs:
         with CallLog(path) as log:
-            old = RecordedCall("fw-1", "/v1/completions", "base", "", 0, 1, 2, 200, True, "", b"{}", b"")
+            old = RecordedCall("fw-1", "/v1/completions", "base", "", 0, 1, 2, 200, True, request=b"{}")
             log.append(
                 [old, replace(old, request_id="fw-2"), replace(old, request_id="fw-3", ended_ns=time.time_ns())]
             )
@@ -106,7 +106,7 @@ def test_old_calls_are_removed_from_all_call_logs(flywheel: Run, config: Path, t
 def test_a_call_log_that_is_too_large_is_cut(flywheel: Run, config: Path, tmp_path: Path) -> None:
     path = tmp_path / "state" / "calls" / "calls.db"
     with CallLog(path) as log:
-        call = RecordedCall("", "/v1/completions", "base", "", 0, 1, time.time_ns(), 200, True, "", b"", b"")
+        call = RecordedCall("", "/v1/completions", "base", "", 0, 1, time.time_ns(), 200, True)
         log.append(replace(call, request_id=f"fw-{at}", response=os.urandom(10_000)) for at in range(100))
     config.write_text(config.read_text() + "serving: {call_log: {max_gb: 0.0005}}\n")
     assert "above 0.0005 GB" in flywheel("prune", "--dry-run", "-c", config).out

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config, load
@@ -19,6 +19,7 @@ from flywheel.sources.otlp.rows import rows_of
 from flywheel.store import ledger
 from flywheel.store.kernel.schema import replies, reply_calls, tasks
 from tests.factories import state
+from tests.factories.call_log import stored
 from tests.factories.config import write_config
 from tests.factories.recorded_reply import asked, call, config_of, mark_of, trace
 from tests.factories.state import deep_audited, open_state
@@ -117,10 +118,10 @@ async def test_recorded_calls_that_a_private_trace_names_are_erased_everywhere(t
         away.stop()
         await ingest(config)
         with CallLogCopy(call_log_copy_path(config.state_dir)) as copy:
-            assert [each.request_id for _, each in copy.page(0, 9, 10**6)] == [kept]
+            assert [each.request_id for each in stored(copy)] == [kept]
             assert copy.pending()[away.url] == 1
             await ingest(config)
-            assert [each.request_id for _, each in server.log.page(0, 9, 10**6)] == [kept]
+            assert [each.request_id for each in stored(server.log)] == [kept]
             away.start()
             await ingest(config)
             assert copy.pending() == {}
@@ -141,7 +142,7 @@ async def test_calls_of_excluded_users_are_erased_if_a_server_recorded_them(tmp_
         await ingest(config)
         for log in (server.log, CallLogCopy(call_log_copy_path(config.state_dir))):
             with log:
-                assert [each.request_id for _, each in log.page(0, 9, 10**6)] == ["fw-1"]
+                assert [each.request_id for each in stored(log)] == ["fw-1"]
 
 
 @pytest.mark.parametrize("kind", ["users", "conversations", "agents"])
@@ -167,7 +168,7 @@ async def test_recorded_calls_that_a_private_trace_names_over_otlp_are_erased(tm
         await box.close()
         for _ in range(2):
             await ingest(config)
-            assert [each.request_id for _, each in server.log.page(0, 9, 10**6)] == marks[3:]
+            assert [each.request_id for each in stored(server.log)] == marks[3:]
             with CallLogCopy(call_log_copy_path(config.state_dir)) as copy:
-                assert [each.request_id for _, each in copy.page(0, 9, 10**6)] == marks[3:]
+                assert [each.request_id for each in stored(copy)] == marks[3:]
                 assert copy.pending() == {}

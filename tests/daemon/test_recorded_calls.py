@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config
@@ -26,6 +26,7 @@ from flywheel.store.views.balance import balance
 from flywheel.system.server_limits import Receive, Scope, Send
 from tests.daemon.following import Following, killed_at, status
 from tests.factories import state
+from tests.factories.call_log import numbered
 from tests.factories.config import write_chain
 from tests.factories.recorded_reply import asked, call, config_of, mark_of, trace
 from tests.factories.state import deep_audited, open_state
@@ -167,7 +168,7 @@ async def test_a_late_call_that_came_while_no_process_ran_is_found_at_the_next_s
         server.log.append([call(1, mark)])
         # Another process has pulled it, and died before it told the ledger.
         with CallLogCopy(call_log_copy_path(config.state_dir)) as call_log_copy:
-            call_log_copy.store_page(server.url, CallPage(server.log.state(), server.log.page(0, 9, 9_999)))
+            call_log_copy.store_page(server.url, CallPage(server.log.state(), numbered(server.log)))
         async with Following(config) as following:
             await until(lambda: is_included(following), "the call to be found")
         assert is_exact((await stored(config))["a1"][0], 1)

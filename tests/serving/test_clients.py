@@ -11,6 +11,7 @@ import pytest
 
 from flywheel.serving.calls.call_log import CallLog
 from tests.cases import for_each
+from tests.factories.call_log import stored
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 
 KEYS = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin", "VLLM_API_KEY": "internal"}
@@ -68,7 +69,7 @@ def test_calls_are_told_apart_by_the_key_wherever_it_is_sent(app: FakeVllm, tmp_
             assert answer.status_code == 200
     with_log._recorder.close()
     with CallLog(path) as log:
-        first, again, azure, bearer, none = [call.credential for _, call in log.page(0, 10, 1_000_000)]
+        first, again, azure, bearer, none = [call.credential for call in stored(log)]
     assert first == again
     assert len({first, azure, bearer, none}) == 4
     assert none == ""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import flywheel
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from tests.factories.call_log import log_settings
+from tests.factories.call_log import log_settings, stored
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import wait_for
 
@@ -32,7 +32,7 @@ class Server:
     def calls(self, count: int) -> list[RecordedCall]:
         with CallLog(self.path) as log:
             wait_for(lambda: log.state().newest >= count, f"{count} calls")
-            return [call for _, call in log.page(0, 100, 10**9)]
+            return stored(log)
 
 
 @pytest.fixture

@@ -1,40 +1,38 @@
-"""The call log: an SQLite file of model requests and their responses, byte for byte, in the order of their ends.
+"""The call log: an SQLite file of model requests and their responses, in the order of their ends.
 
 The inference server writes one, and the daemon a copy of those of all servers. The parts of request bodies
-(`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. Standard library
-only, because the server's middleware imports it.
+(`stored_parts`) are stored once by hash, so that a growing conversation grows the file linearly. The server's
+middleware imports it: the standard library and msgspec, which vLLM requires, are all that it uses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import secrets
 import sqlite3
 import threading
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
+
+from msgspec import DecodeError, Meta, Struct
+from msgspec.structs import asdict
 
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
-from flywheel.serving.calls import erasure, histories
-from flywheel.serving.calls.request_parts import messages_in, packed, parts_of, runs
+from flywheel.serving.calls import erasure, stored_parts
 from flywheel.system.files import file_identity, make_private_database
 from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Files of format 1 are converted when they are opened: `stored_parts.convert`."""
 BUSY_SECONDS: Final = 5.0
-CALLS_PER_STEP: Final = 100
-"""Calls that one transaction of `prune` or `erase` removes. A write that waits for it is delayed by a few
-milliseconds."""
-HASHES_PER_QUERY: Final = 500
+CALLS_PER_STEP: Final = 20
+"""Calls that one transaction of `prune` or `erase` removes. A write that waits is delayed by some milliseconds."""
 PAGE_BYTES: Final = 4_000_000
 """Bodies that a page of several calls has at most."""
 EXPANSION: Final = 16
@@ -52,36 +50,30 @@ MAX_PAGE_BYTES: Final = 32 << 20
 
 _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS log (log_id TEXT NOT NULL, dropped INTEGER NOT NULL, "
-    "only INTEGER PRIMARY KEY CHECK (only = 1))",
+    "only INTEGER PRIMARY KEY CHECK (only = 1), refused INTEGER NOT NULL DEFAULT 0, "
+    # Calls that were erased since the file was last compacted, and when that was.
+    "unpurged INTEGER NOT NULL DEFAULT 0, compacted_ns INTEGER NOT NULL DEFAULT 0)",
     "CREATE TABLE IF NOT EXISTS calls (number INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE, "
     "path TEXT NOT NULL, version TEXT NOT NULL, credential TEXT NOT NULL, retry INTEGER NOT NULL, "
     "started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, status INTEGER NOT NULL, is_complete INTEGER NOT NULL, "
-    "media_type TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
-    # Apart from the contents, because each call writes here for all of its parts.
-    "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
-    *erasure.TABLES,
-)
-Column = tuple[str, str, str]
-"""A column that older files lack, by table and name, with its type. It has a default: older versions go on with the
-file."""
-_ADDED: Final[tuple[Column, ...]] = (
-    *(("calls", name, "TEXT NOT NULL DEFAULT ''") for name in ("unit", "arm", "unit_kind", "conversation", "user")),
-    ("log", "refused", "INTEGER NOT NULL DEFAULT 0"),
-    # Calls that were erased since the file was last compacted, and when that was.
-    ("log", "unpurged", "INTEGER NOT NULL DEFAULT 0"),
-    ("log", "compacted_ns", "INTEGER NOT NULL DEFAULT 0"),
-)
-_INDEXES: Final = (
+    "media_type TEXT NOT NULL, unit TEXT NOT NULL, arm TEXT NOT NULL, unit_kind TEXT NOT NULL, "
+    "conversation TEXT NOT NULL, user TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, "
+    "response BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS calls_conversation ON calls (conversation) WHERE conversation <> ''",
     "CREATE INDEX IF NOT EXISTS calls_user ON calls (user) WHERE user <> ''",
+    *erasure.TABLES,
+    *stored_parts.TABLES,
 )
-_NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
+_NEWEST: Final = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
+
+Number = Annotated[int, Meta(ge=0, le=1 << 40)]
+"""More calls than a server answers. SQLite and sums of such numbers have room for it."""
+Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(max_length=4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One request and its response. Times are nanoseconds since 1970.
+class CallFacts(Struct, frozen=True):
+    """A request and its response without their bodies. Times are nanoseconds since 1970.
 
     `version` is the adapter or "base". `credential` is a short hash of the Authorization header, the same on every
     server, "" without one. `retry` counts the client's earlier attempts, as it says. `status` is 0 if no response
@@ -96,27 +88,40 @@ class RecordedCall:
     named; both may be empty.
     """
 
-    request_id: str
-    path: str
-    version: str
-    credential: str = ""
-    retry: int = 0
-    started_ns: int = 0
-    ended_ns: int = 0
-    status: int = 0
+    request_id: Name
+    path: Name
+    version: Name
+    credential: Name = ""
+    retry: Number = 0
+    started_ns: Time = 0
+    ended_ns: Time = 0
+    status: Number = 0
     is_complete: bool = False
-    media_type: str = ""
+    media_type: Name = ""
+    unit: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    arm: Annotated[str, Meta(pattern="^(new|old)?$")] = ""
+    unit_kind: Annotated[str, Meta(pattern="^(conversation|session|fallback)?$")] = ""
+    conversation: Name = ""
+    user: Name = ""
+
+
+class RecordedCall(CallFacts, frozen=True):
+    """One request and its response. Once it is stored, the request has the same keys and values, each as the bytes
+    that were sent, and the response is the same byte for byte."""
+
     request: bytes = b""
     response: bytes = b""
-    unit: str = ""
-    arm: str = ""
-    unit_kind: str = ""
-    conversation: str = ""
-    user: str = ""
 
 
-_PLAIN: Final = tuple(field.name for field in fields(RecordedCall) if field.name not in ("request", "response"))
-"""The fields that are not bodies."""
+_FACTS: Final = ", ".join(CallFacts.__struct_fields__)
+
+
+class StoredCall(NamedTuple):
+    """A call with its number and the numbers of its request's parts; the request itself is empty."""
+
+    number: int
+    call: RecordedCall
+    parts: list[int]
 
 
 class LogState(NamedTuple):
@@ -144,8 +149,6 @@ class CallLog:
 
     extra_tables: ClassVar[Sequence[str]] = ()
     """Statements for the tables of a subclass."""
-    added_columns: ClassVar[Sequence[Column]] = ()
-    """Columns that older tables of a subclass lack."""
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
@@ -189,66 +192,46 @@ class CallLog:
     def append(self, calls: Iterable[RecordedCall], dropped: int = 0, refused: int = 0) -> int:
         """Store the calls and add to the counts of dropped and refused ones, in one transaction. Calls whose request
         id is there already, or was erased, are ignored. Returns the number of calls stored."""
-        split = []
-        for call in calls:
-            parts = parts_of(call.request)
-            split.append((call, parts, [hashlib.sha256(part).digest()[:16] for part in parts]))
         with self.transaction() as connection:
             if dropped or refused:
                 changes = "SET dropped = dropped + ?, refused = refused + ?"
                 connection.execute(f"UPDATE log {changes}", (dropped, refused))
-            return sum(_insert(connection, call, parts, hashes) for call, parts, hashes in split)
+            return sum(_insert(connection, call) for call in calls)
 
     def state(self) -> LogState:
         with self.reading() as connection:
             return _state(connection)
 
-    def page(self, after: int, max_calls: int, max_bytes: int) -> list[tuple[int, RecordedCall]]:
-        """The calls with numbers above `after`: at most `max_calls`, and at most `max_bytes` of bodies, where a part
-        that several requests have counts once; but at least one, if there is any."""
+    def after(self, number: int, max_calls: int, max_bytes: int) -> tuple[list[StoredCall], dict[int, bytes]]:
+        """The calls with numbers above `number`: at most `max_calls`, and at most `max_bytes` of bodies, where a part
+        that several requests have counts once; but at least one, if there is any. And the contents of their parts,
+        by number."""
+        found: list[StoredCall] = []
+        contents: dict[int, bytes] = {}
         with self.reading() as connection:
-            contents: dict[int, bytes] = {}
-            return [
-                (number, _call(row, b"".join(contents[part] for part in parts)))
-                for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents)
-            ]
-
-    def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
-        """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
-        "refused", "erased", "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that
-        is not UTF-8 is a list of one text with a character for each byte. `dropped` is added to the count of the
-        file. `erased` counts the calls before the first one of the page, or up to `newest`, that were erased."""
-        with self.reading() as connection:
-            contents: dict[int, bytes] = {}
-            places: dict[int, int] = {}
-            calls = []
-            first = 0
-            for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents):
-                known = dict(zip(_PLAIN, row, strict=False))
-                request = [places.setdefault(part, len(places)) for part in parts]
-                response = _text(zlib.decompress(row[-1]))
-                call = {"number": number, **known, "is_complete": bool(known["is_complete"])}
-                # One call at a time: a long call into C would hold the interpreter, and with it the server.
-                calls.append(json.dumps({**call, "request": request, "response": response}))
-                first = first or number
-            texts = [json.dumps(_text(contents[part])) for part in places]
-            state = _state(connection)
-            erased = erasure.count_between(connection, after, first or state.newest + 1)
-        numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
-        numbers |= {"refused": state.refused, "erased": erased}
-        head = json.dumps({"log": state.log_id, **numbers})
-        return f'{head[:-1]}, "texts": [{", ".join(texts)}], "calls": [{", ".join(calls)}]}}'
+            query = f"SELECT number, {_FACTS}, request, response FROM calls WHERE number > ? ORDER BY number LIMIT ?"  # noqa: S608
+            room, joined = max_bytes, EXPANSION * max_bytes
+            for row in connection.execute(query, (number, max_calls)):
+                call_number, *facts, request, response = row
+                call = _call(facts, b"", response)
+                parts, added = stored_parts.contents_of(connection, request, contents)
+                room -= len(call.response) + sum(map(len, added.values()))
+                joined -= len(call.response) + sum(len(added.get(part) or contents[part]) for part in parts)
+                if found and min(room, joined) < 0:
+                    break
+                contents |= added
+                found.append(StoredCall(call_number, call, parts))
+        return found, contents
 
     def find(self, request_ids: Iterable[str]) -> dict[str, RecordedCall]:
         """Those of the calls that are there, by request id."""
         found = {}
+        query = f"SELECT {_FACTS}, request, response FROM calls WHERE request_id = ?"  # noqa: S608 - constants
         with self.reading() as connection:
             for request_id in request_ids:
-                query = f"SELECT {', '.join(_PLAIN)}, request, response FROM calls WHERE request_id = ?"  # noqa: S608
                 if row := connection.execute(query, (request_id,)).fetchone():
-                    contents: dict[int, bytes] = {}
-                    parts = _parts(connection, row[-2], contents)
-                    found[request_id] = _call(row, b"".join(contents[part] for part in parts))
+                    *facts, request, response = row
+                    found[request_id] = _call(facts, stored_parts.body_of(connection, request), response)
         return found
 
     def sizes(self, request_ids: Iterable[str]) -> dict[str, int]:
@@ -299,22 +282,16 @@ class CallLog:
         Their bytes are overwritten in the file, and are gone from the write-ahead log after `purge`.
         """
         ids = list(dict.fromkeys(request_ids))
+        removed = 0
         for start in range(0, len(ids), CALLS_PER_STEP):
             with self.transaction("erase calls of") as connection:
-                erasure.mark(connection, ids[start : start + CALLS_PER_STEP])
-        removed = 0
-        while True:
-            with self.reading() as connection:
-                if not (going := erasure.find(connection, ids)):
-                    return removed
-                others = erasure.other_users(connection, going)
-            for start in range(0, len(going), CALLS_PER_STEP):
-                some = going[start : start + CALLS_PER_STEP]
-                with self.transaction("erase calls of") as connection:
-                    if (count := erasure.remove(connection, some, others)) is None:
-                        break
-                    connection.execute("UPDATE log SET unpurged = unpurged + ?", (count,))
-                removed += count
+                some = ids[start : start + CALLS_PER_STEP]
+                going = _numbered(connection, some)
+                erasure.mark(connection, some)
+                _remove(connection, [(number, request) for number, _, request in going])
+                connection.execute("UPDATE log SET unpurged = unpurged + ?", (len(going),))
+            removed += len(going)
+        return removed
 
     def purge(self, seconds: float = PURGE_SECONDS) -> bool:
         """Remove the last traces of erased calls from the file and its write-ahead log; False if some may be left, as
@@ -337,6 +314,11 @@ class CallLog:
         with self._explained("purge"):
             return purge(self.path, seconds) and (is_due or not unpurged)
 
+    def erased_between(self, after: int, before: int) -> int:
+        """The number of erased calls with numbers between these two."""
+        with self.reading() as connection:
+            return erasure.count_between(connection, after, before)
+
     def erased(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the calls that were erased."""
         query = "SELECT 1 FROM erased WHERE request_id = ?"
@@ -355,18 +337,10 @@ class CallLog:
         return [request_id for _, request_id in sorted(found)]
 
     def resending(self, request_ids: Iterable[str]) -> dict[str, list[str]]:
-        """By request id, the later calls whose messages begin with all messages of a call, byte for byte. Of bodies
-        without a list of messages there are none."""
+        """By request id, the later calls whose messages begin with all messages of a call. Of bodies without a list
+        of messages there are none."""
         with self.reading() as connection:
-            sent: dict[int, list[int]] = {}
-            names: dict[int, str] = {}
-            for number, request_id, request in erasure.find(connection, request_ids):
-                contents: dict[int, bytes] = {}
-                parts = _parts(connection, request, contents)
-                if own := parts[messages_in(b"".join(contents[part] for part in parts))]:
-                    sent[number], names[number] = own, request_id
-            found = histories.resending(connection, sent)
-        return {names[number]: ids for number, ids in found.items()}
+            return erasure.resending(connection, _numbered(connection, request_ids))
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):
@@ -378,8 +352,7 @@ class CallLog:
             )
             beat_within(connection)
             try:
-                tables, columns = [*_TABLES, *self.extra_tables], [*_ADDED, *self.added_columns]
-                _prepare(connection, tables, columns, self._busy_seconds)
+                _prepare(connection, [*_TABLES, *self.extra_tables], self._busy_seconds)
             except BaseException:
                 connection.close()
                 raise
@@ -390,12 +363,10 @@ class CallLog:
     def _explained(self, attempt: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, zlib.error) as error:
+        except (sqlite3.Error, OSError, zlib.error, DecodeError) as error:
             self.close()
             hint = "Check the disk's free space and the permissions of the folder."
-            if isinstance(error, (sqlite3.DatabaseError, zlib.error)) and not isinstance(
-                error, sqlite3.OperationalError
-            ):
+            if not isinstance(error, (OSError, sqlite3.OperationalError)):
                 hint = "Move the file away; a new one is created."
             raise CallLogError(f"{attempt} the call log {self.path}", str(error), hint, retryable=True) from error
 
@@ -412,26 +383,21 @@ def _ending(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _prepare(
-    connection: sqlite3.Connection, tables: Iterable[str], columns: Iterable[Column], busy_seconds: float
-) -> None:
+def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds: float) -> None:
     # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
     # most the last calls.
     _use_wal(connection, busy_seconds)
     for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000", "secure_delete = ON"):
         connection.execute(f"PRAGMA {pragma}")
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found > FORMAT:
-        raise sqlite3.DatabaseError(f"a newer version of Flywheel made it (format {found})")
     connection.execute("BEGIN IMMEDIATE")
     with _ending(connection):
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found > FORMAT:
+            raise sqlite3.DatabaseError(f"a newer version of Flywheel made it (format {found})")
+        if found == 1:
+            stored_parts.convert(connection)
         for table in tables:
             connection.execute(table)
-        for table, name, kind in columns:
-            if name not in {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}:
-                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
-        for index in _INDEXES:
-            connection.execute(index)
         connection.execute(
             "INSERT OR IGNORE INTO log (log_id, dropped, only) VALUES (?, 0, 1)", (secrets.token_hex(8),)
         )
@@ -452,49 +418,33 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
             time.sleep(0.01)
 
 
-def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[bytes], hashes: list[bytes]) -> bool:
+def _insert(connection: sqlite3.Connection, call: RecordedCall) -> bool:
     known_id = "SELECT 1 FROM calls WHERE request_id = ?1 UNION ALL SELECT 1 FROM erased WHERE request_id = ?1"
     if connection.execute(known_id, (call.request_id,)).fetchone():
         return False
-    known: dict[bytes, int] = {}
-    for start in range(0, len(hashes), HASHES_PER_QUERY):
-        asked = hashes[start : start + HASHES_PER_QUERY]
-        query = f"SELECT hash, part FROM parts WHERE hash IN ({', '.join('?' * len(asked))})"  # noqa: S608 - numbers
-        known.update(connection.execute(query, asked).fetchall())
-    (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
-    new: list[tuple[int, bytes, bytes]] = []
-    for digest, part in zip(hashes, parts, strict=True):
-        if digest not in known:
-            known[digest] = last + len(new) + 1
-            new.append((known[digest], digest, zlib.compress(part, 1)))
-    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", new)
-    request = packed([known[digest] for digest in hashes])
-    size = len(call.request) + len(call.response)
-    values = [*(getattr(call, name) for name in _PLAIN), request, size, zlib.compress(call.response, 1)]
-    number = connection.execute(
-        f"INSERT INTO calls ({', '.join(_PLAIN)}, request, size, response) "  # noqa: S608 - constants
-        f"VALUES ({', '.join('?' * len(values))})",
-        values,
-    ).lastrowid
-    connection.executemany(
-        "UPDATE part_uses SET last_call = ? WHERE part BETWEEN ? AND ?", [(number, *run) for run in runs(request)]
-    )
-    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", [(part, number) for part, _, _ in new])
+    parts = stored_parts.split(call.request).parts
+    row = {
+        **asdict(call),
+        "request": stored_parts.add(connection, parts),
+        "size": sum(map(len, parts)) + len(call.response),
+        "response": zlib.compress(call.response, 1),
+    }
+    into = f"INSERT INTO calls ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608 - constants
+    connection.execute(into, list(row.values()))
     return True
 
 
-def _remove(connection: sqlite3.Connection, oldest: Sequence[tuple[int, bytes]]) -> None:
-    """Remove the oldest calls, given by number and packed parts, and the parts that no other call has."""
-    if not oldest:
-        return
-    last = oldest[-1][0]
-    connection.execute("DELETE FROM calls WHERE number <= ?", (last,))
-    for first_part, last_part in {run for _, request in oldest for run in runs(request)}:
-        unused = "SELECT part FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?"
-        connection.execute(f"DELETE FROM parts WHERE part IN ({unused})", (first_part, last_part, last))  # noqa: S608
-        connection.execute(
-            "DELETE FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?", (first_part, last_part, last)
-        )
+def _numbered(connection: sqlite3.Connection, request_ids: Iterable[str]) -> list[tuple[int, str, bytes]]:
+    """Number, request id and packed request of those of the calls that are there."""
+    query = "SELECT number, request_id, request FROM calls WHERE request_id = ?"
+    rows = (connection.execute(query, (each,)).fetchone() for each in request_ids)
+    return [row for row in rows if row]
+
+
+def _remove(connection: sqlite3.Connection, going: Sequence[tuple[int, bytes]]) -> None:
+    """Remove calls, given by number and packed request."""
+    connection.executemany("DELETE FROM calls WHERE number = ?", [(number,) for number, _ in going])
+    stored_parts.remove(connection, [request for _, request in going])
 
 
 def _state(connection: sqlite3.Connection) -> LogState:
@@ -509,56 +459,7 @@ def _live_bytes(connection: sqlite3.Connection) -> int:
     return int(found)
 
 
-def _rows(
-    connection: sqlite3.Connection, after: int, max_calls: int, max_bytes: int, contents: dict[int, bytes]
-) -> Iterator[tuple[int, tuple[Any, ...], list[int]]]:
-    """Number, row and part numbers of each call of a page. Contents of the parts are added to `contents`."""
-    query = (
-        f"SELECT number, size, {', '.join(_PLAIN)}, request, response FROM calls "  # noqa: S608 - constants
-        "WHERE number > ? ORDER BY number LIMIT ?"
-    )
-    sent = joined = 0
-    for number, size, *row in connection.execute(query, (after, max_calls)):
-        known = set(contents)
-        parts = _parts(connection, row[-2], contents)
-        sent += size - sum(len(contents[part]) for part in parts if part in known)
-        joined += size
-        if joined > size and (sent > max_bytes or joined > EXPANSION * max_bytes):
-            return
-        yield number, tuple(row), parts
-
-
-def _parts(connection: sqlite3.Connection, request: bytes, contents: dict[int, bytes]) -> list[int]:
-    """The part numbers of a request. Contents that are not in `contents` yet are added."""
-    parts: list[int] = []
-    for first, last in runs(request):
-        run = range(first, last + 1)
-        parts.extend(run)
-        if any(part not in contents for part in run):
-            query = "SELECT part, content FROM parts WHERE part BETWEEN ? AND ?"
-            for part, content in connection.execute(query, (first, last)):
-                if part not in contents:
-                    contents[part] = zlib.decompress(content)
-    if missing := [part for part in parts if part not in contents]:
-        raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
-    return parts
-
-
-def _text(content: bytes) -> str | list[str]:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return [content.decode("latin-1")]
-
-
-def fits_a_page(call: RecordedCall) -> bool:
-    """Whether a page has room for the call: in JSON, a byte takes six at most."""
-    bodies = (call.request, call.response)
-    most = MAX_PAGE_BYTES - PAGE_BYTES
-    return sum(map(len, bodies)) * 6 < most or sum(len(json.dumps(_text(each))) for each in bodies) < most
-
-
-def _call(row: Sequence[Any], request: bytes) -> RecordedCall:
-    plain = dict(zip(_PLAIN, row, strict=False))
-    plain["is_complete"] = bool(plain["is_complete"])
-    return RecordedCall(**plain, request=request, response=zlib.decompress(row[-1]))
+def _call(facts: Sequence[Any], request: bytes, response: bytes) -> RecordedCall:
+    known = dict(zip(CallFacts.__struct_fields__, facts, strict=True))
+    known["is_complete"] = bool(known["is_complete"])
+    return RecordedCall(**known, request=request, response=zlib.decompress(response))

@@ -1,8 +1,8 @@
 """Records requests to the alias and their responses in the call log, without delaying them.
 
 The event loop collects what passes and appends it to a queue; a thread writes the queue to the log. What does not fit
-into the queue, or cannot be written, is dropped and counted. Only the standard library is imported, and modules that
-do the same.
+into the queue, or cannot be written, is dropped and counted. Only the standard library and msgspec are imported, and
+modules that do the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-from flywheel.serving.calls.call_log import CallLog, RecordedCall, fits_a_page
+from msgspec.structs import replace
+
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.serving.calls.call_log_page import fits_a_page
 from flywheel.serving.server.asgi import with_body
 from flywheel.system.server_limits import App, Message, Receive, Scope, Send, header
 
@@ -69,10 +72,6 @@ class CallInProgress:
     def __post_init__(self) -> None:
         self.size = len(self.call.request)
 
-    def received(self, message: Message) -> None:
-        if message["type"] == "http.disconnect":
-            self.is_abandoned = True
-
     def sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = message.get("headers", ())
@@ -87,11 +86,6 @@ class CallInProgress:
                     self.chunks.clear()  # It will not fit into the queue.
             if not message.get("more_body") and not self.is_abandoned:
                 self.call = replace(self.call, is_complete=True, ended_ns=time.time_ns())
-
-    def end(self) -> None:
-        """Nothing more is sent."""
-        if not self.call.ended_ns:
-            self.call = replace(self.call, ended_ns=time.time_ns())
 
     def as_recorded(self) -> RecordedCall:
         return replace(self.call, response=b"".join(self.chunks))
@@ -142,7 +136,7 @@ class CallRecorder:
 
         async def received() -> Message:
             message = await receive()
-            progress.received(message)
+            progress.is_abandoned |= message["type"] == "http.disconnect"
             return message
 
         async def passed(message: Message) -> None:
@@ -152,7 +146,8 @@ class CallRecorder:
         try:
             await with_body(app, scope, body, received, passed)
         finally:
-            progress.end()
+            if not progress.call.ended_ns:
+                progress.call = replace(progress.call, ended_ns=time.time_ns())
             self._put(progress)
 
     def refuse(self) -> None:

@@ -30,7 +30,7 @@ def caller_of(scope: Scope, path: str, body: Mapping[str, msgspec.Raw]) -> Calle
     if path == routes.MESSAGES and METADATA in body:
         raw = members(bytes(body[METADATA])).get("user_id", raw)
     # Halves of surrogate pairs cannot be stored.
-    user = short_text(bytes(raw).decode("utf-8", "surrogateescape"))
+    user = short_text(raw)
     return Caller(named, user.encode("utf-8", "replace").decode())
 
 

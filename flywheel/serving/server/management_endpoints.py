@@ -24,6 +24,7 @@ from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.alias_target import AliasTarget, ShownAliases, texts
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
+from flywheel.serving.calls.call_log_page import page_json
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer_json, json_of, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
@@ -203,7 +204,7 @@ class Management:
             raise _no_calls()
         limit, uncounted = min(page.limit, MAX_CALLS), self._recorder.uncounted
         try:
-            return (await asyncio.to_thread(self._log.page_json, page.after, limit, PAGE_BYTES, uncounted)).encode()
+            return await asyncio.to_thread(page_json, self._log, page.after, limit, PAGE_BYTES, uncounted)
         except CallLogError as error:
             raise RefusedError(503, str(error)) from error
 

@@ -45,7 +45,7 @@ from flywheel.serving.server.call_recorder import CallRecorder, credential_of, r
 from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
 from flywheel.serving.server.sent_adapters import LIMIT, SECONDS, SentAdapters
-from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
+from flywheel.serving.server.units import Assignment, assign
 from flywheel.system.server_limits import (
     App,
     Limited,
@@ -227,9 +227,7 @@ class AliasMiddleware:
             if target is not None:
                 caller = caller_of(scope, path, body)
                 missing = self._aliases.missing.get(model, "")
-                # Only a split needs to know the request.
-                request_text = _request_text(body if target.split else {})
-                assigned = assign(target, missing, scope, sender, request_text, self._version)
+                assigned = assign(target, missing, scope, sender, body, self._version)
                 return assigned.version
             if not may_ask(model):
                 raise RefusedError(404, unknown_model(model, self._aliases.targets))
@@ -290,15 +288,6 @@ class AliasMiddleware:
             how = f"waits: {waiting[alias]}" if alias in waiting else f"is answered by {' and '.join(names)}"
             targets.append(f"{alias} {how}")
         return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"
-
-
-def _request_text(found: Mapping[str, msgspec.Raw]) -> RequestText:
-    text, places = "", {}
-    for name in found.keys() & MEMBERS:
-        raw = bytes(found[name]).decode("utf-8", "surrogateescape")  # The server refuses what is no UTF-8.
-        places[name] = (len(text), len(text) + len(raw))
-        text += raw
-    return RequestText(text, places)
 
 
 def _at(scope: Scope, path: str) -> Scope:

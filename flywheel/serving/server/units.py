@@ -1,21 +1,23 @@
 """Which version of a split alias answers a request: that of its unit, which is a conversation if the client names it.
 
 The arm of a unit follows from the salt of the split and the request alone, so replicas agree without shared state.
-Runs inside vLLM's process; only the standard library is imported, and modules that do the same.
+Runs inside vLLM's process.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
+
+import msgspec
 
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
 from flywheel.records.request_id import mark_of
 from flywheel.serving.alias_target import AliasTarget
-from flywheel.serving.calls.request_parts import LISTS, JsonScan
+from flywheel.serving.calls.stored_parts import LISTS
 from flywheel.system.server_limits import Scope, header
 
 NAMED: Final = (("conversation", CONVERSATION_HEADER.encode()), ("session", b"x-litellm-session-id"))
@@ -31,18 +33,10 @@ MAX_MESSAGES: Final = 64
 """So many messages are looked at for the first one of the user."""
 _MAX_SHORT: Final = 1000
 """The longest text that is decoded."""
-
-
-class RequestText(NamedTuple):
-    """The text of a request's JSON, and where the values of some of its top-level members begin and end."""
-
-    text: str
-    places: dict[str, tuple[int, int]]
-
-    def raw(self, name: str) -> str:
-        """The JSON of a member, empty without it."""
-        start, end = self.places.get(name, (0, 0))
-        return self.text[start:end]
+_NOTHING: Final = msgspec.Raw()
+# Not msgspec, which refuses half a surrogate pair: the unit would change in the middle of a conversation.
+_value = json.JSONDecoder().raw_decode
+_separator = re.compile(r"[\s,]*").match
 
 
 class Assignment(NamedTuple):
@@ -59,10 +53,10 @@ def assign(
     missing: str,
     scope: Scope,
     credential: str,
-    body: RequestText,
+    body: Mapping[str, msgspec.Raw],
     version_of: Callable[[str], str],
 ) -> Assignment:
-    """The version of an alias for a request.
+    """The version of an alias for a request, of which `body` are the `members`.
 
     `missing` is a version that is not loaded here: the other one answers for it, and the arm stays. `version_of`
     gives what response ids say of a served model. A response that the request continues leads to its version, if that
@@ -80,7 +74,7 @@ def assign(
     unit, number = digest.digest()[:8].hex(), int.from_bytes(digest.digest()[8:], "big")
     arm = "new" if number < target.split.share * 2**64 else "old"
     version = new if arm == "new" else old
-    mark = mark_of(short_text(body.raw(FOLLOWED)))
+    mark = mark_of(short_text(body.get(FOLLOWED, _NOTHING)))
     if followed := next((name for name in (new, old) if mark is not None and mark.version == version_of(name)), ""):
         version, arm = followed, ""
     if version == missing:
@@ -88,37 +82,42 @@ def assign(
     return Assignment(version, unit, kind, arm)
 
 
-def _key(scope: Scope, credential: str, body: RequestText) -> tuple[str, list[bytes]]:
+def _key(scope: Scope, credential: str, body: Mapping[str, msgspec.Raw]) -> tuple[str, list[bytes]]:
     """The kind of the unit and what it is known by."""
     for kind, name in NAMED:
         value = header(scope, name).strip()
         if 0 < len(value) <= MAX_HEADER_BYTES:
             return kind, [value]
-    texts = (credential, body.raw(USER), _question(body))
+    texts = (credential, short_text(body.get(USER, _NOTHING)), _question(body))
     # Bodies may hold halves of surrogate pairs.
     return "fallback", [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
-def _question(body: RequestText) -> str:
-    """The JSON of the first message of the user, or of the text that stands for the messages."""
-    name = next((name for name in QUESTIONS if name in body.places), "")
-    text, (at, _) = body.text, body.places.get(name, (0, 0))
-    if name not in LISTS or text[at] != "[":
-        return body.raw(name)
+def _question(body: Mapping[str, msgspec.Raw]) -> str:
+    """The JSON of the first message of the user, in one form, or of the text that stands for the messages."""
+    name = next((name for name in QUESTIONS if name in body), "")
+    # The server refuses what is no UTF-8.
+    text = bytes(body.get(name, _NOTHING)).decode("utf-8", "surrogateescape")
+    if name not in LISTS or text[:1] != "[":
+        return text
     try:
-        for start, end in itertools.islice(JsonScan(text).elements(at), MAX_MESSAGES):
-            roles = (text[begin:finish] for key, begin, finish in JsonScan(text).members(start) if key == "role")
-            if short_text(next(roles, "")) == "user":
-                return text[start:end]
-    except (ValueError, IndexError):
-        pass  # The server refuses the body.
+        end = 1
+        for _ in range(MAX_MESSAGES):
+            found = _separator(text, end)
+            start = found.end() if found else end
+            message, end = _value(text, start)
+            if isinstance(message, dict) and message.get("role") == "user":
+                return json.dumps(message)
+    except (ValueError, RecursionError):
+        pass  # The end of the list, or the server refuses the body.
     return ""
 
 
-def short_text(raw: str) -> str:
+def short_text(raw: msgspec.Raw) -> str:
     """The value of a short JSON text; empty for anything else."""
+    text = bytes(raw).decode("utf-8", "surrogateescape")
     try:
-        value = json.loads(raw) if raw[:1] == '"' and len(raw) <= _MAX_SHORT else ""
+        value = json.loads(text) if text[:1] == '"' and len(text) <= _MAX_SHORT else ""
     except ValueError:
         return ""
     return str(value)

@@ -477,7 +477,7 @@ def _outline(call: ModelCall) -> _Outline:
 
 
 def extending(log: CallLog, request_ids: Iterable[str]) -> list[str]:
-    """The request ids of later calls that go on from one of these: they resend all of its messages, byte for byte,
+    """The request ids of later calls that go on from one of these: they resend all of its messages, unchanged,
     and its answer, for the same credential and user, and name no other conversation.
 
     Without the answer, two people who begin with the same words would be taken for one. A call that failed has none:

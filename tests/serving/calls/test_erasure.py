@@ -5,71 +5,34 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.conversations import as_header
-from flywheel.serving.calls import call_log, erasure
+from flywheel.serving.calls import call_log
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.serving.calls.call_log_page import read_page
-from flywheel.serving.calls.request_parts import parts_of
+from flywheel.serving.calls.call_log_page import page_json, read_page
 from tests import warm
-from tests.factories.call_log import call, conversation, stored
+from tests.factories.call_log import (
+    assert_gone,
+    assert_uses_are_right,
+    bytes_of,
+    call,
+    compact,
+    conversation,
+    only_of,
+    stored,
+)  # fmt: skip
 from tests.waiting import wait_for
-
-WINDOW = 12
-"""So many bytes of random data occur elsewhere by chance never."""
-
-
-def windows(content: bytes, step: int = 1) -> set[bytes]:
-    return {content[at : at + WINDOW] for at in range(0, len(content) - WINDOW + 1, step)}
-
-
-def bytes_of(path: Path) -> bytes:
-    files = [path, path.with_name(path.name + "-wal")]
-    return b"\n".join(each.read_bytes() for each in files if each.exists())
-
-
-def inflated(content: bytes) -> Iterator[bytes]:
-    """Every zlib stream, also one that is cut off."""
-    for found in re.finditer(b"\x78", content):
-        with_rest = zlib.decompressobj()
-        try:
-            yield with_rest.decompress(content[found.start() : found.start() + 50_000])
-        except zlib.error:
-            continue
-
-
-def contents_of(calls: Iterable[RecordedCall]) -> set[bytes]:
-    """Responses and parts of requests."""
-    return {part for each in calls for part in [each.response, *parts_of(each.request)]}
-
-
-def only_of(erased: Iterable[RecordedCall], others: Iterable[RecordedCall]) -> list[bytes]:
-    """The contents that only erased calls have."""
-    return [each for each in contents_of(erased) - contents_of(others) if len(each) >= WINDOW]
-
-
-def assert_gone(path: Path, contents: Collection[bytes], others: Iterable[RecordedCall]) -> None:
-    """No piece of these contents is in the file or its write-ahead log, as it is or compressed."""
-    found = bytes_of(path)
-    texts = b"\n".join([found, *inflated(found)])
-    for form, place in ((lambda each: each, texts), (lambda each: zlib.compress(each, 1)[2:], found)):
-        kept = {window for content in contents_of(others) for window in windows(form(content))}
-        for content in contents:
-            assert not any(window in place for window in windows(form(content), WINDOW) - kept)
 
 
 def random_calls(seed: int, shape: list[tuple[int, int, int]]) -> list[RecordedCall]:
@@ -82,21 +45,8 @@ def random_calls(seed: int, shape: list[tuple[int, int, int]]) -> list[RecordedC
             "messages": [{"role": "user", "content": each.randbytes(size * 37 // 2).hex()} for each in texts],
         }
         response = random.Random(f"{seed} {at} answer").randbytes(size * 29).hex().encode()
-        found.append(call(f"fw-{at}", json.dumps(body).encode(), response=response, ended_ns=at + 1))
+        found.append(call(f"fw-{at}", compact(body), response=response, ended_ns=at + 1))
     return found
-
-
-def assert_uses_are_right(log: CallLog) -> None:
-    """`last_call` is the last call that has the part, and every part has one."""
-    with log.reading() as connection:
-        uses = dict(connection.execute("SELECT part, last_call FROM part_uses").fetchall())
-        hashes = {part for (part,) in connection.execute("SELECT part FROM parts")}
-        expected: dict[int, int] = {}
-        for number, request in connection.execute("SELECT number, request FROM calls ORDER BY number"):
-            for first, last in call_log.runs(request):
-                expected.update(dict.fromkeys(range(first, last + 1), number))
-    assert uses == expected
-    assert hashes == uses.keys()
 
 
 shapes = st.lists(
@@ -178,31 +128,15 @@ def test_an_erased_call_never_comes_back(tmp_path: Path) -> None:
         assert log.erased(["a", "b", "c", "d"]) == {"a", "c"}
 
 
-@pytest.mark.parametrize("meanwhile", ["append", "prune", "erase"])
-def test_what_happens_between_the_look_at_the_parts_and_the_removal_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
-) -> None:
-    calls = conversation(12)
-    with CallLog(tmp_path / "calls.db") as log, CallLog(tmp_path / "calls.db") as second:
-        log.append(calls[:8])
-        other_users = erasure.other_users
-
-        def users(*given: Any) -> dict[int, int]:
-            found = other_users(*given)
-            monkeypatch.setattr(erasure, "other_users", other_users)
-            if meanwhile == "append":
-                second.append([calls[9]])
-            elif meanwhile == "prune":
-                second.prune(0, 0, 100)
-            else:
-                second.erase([calls[6].request_id])
-            return found
-
-        monkeypatch.setattr(erasure, "other_users", users)
-        log.erase([calls[7].request_id])
-        assert stored(log) == {"append": [*calls[:7], calls[9]], "prune": [], "erase": calls[:6]}[meanwhile]
+def test_a_message_that_is_there_twice_stays_as_long_as_a_call_has_it(tmp_path: Path) -> None:
+    again = {"role": "user", "content": "again"}
+    one, two = (call(f"fw-{at}", compact({"messages": [again] * (3 + at)})) for at in range(2))
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([one, two])
+        assert log.erase([two.request_id]) == 1
+        assert stored(log) == [one]
         assert_uses_are_right(log)
-        log.append(calls)
+        assert log.prune(10, 10**9) == 1
         assert_uses_are_right(log)
 
 
@@ -258,14 +192,14 @@ def test_a_page_says_how_many_of_its_numbers_were_erased(tmp_path: Path) -> None
     with CallLog(tmp_path / "calls.db") as log:
         log.append([call(f"fw-{at}", ended_ns=at) for at in range(1, 11)])
         log.erase(["fw-4", "fw-5", "fw-9", "fw-10"])
-        assert [read_page(log.page_json(after, 9, 10**9), after).erased for after in (0, 3, 4, 7, 8, 9)] == [
+        assert [read_page(page_json(log, after, 9, 10**9), after).erased for after in (0, 3, 4, 7, 8, 9)] == [
             0, 2, 1, 0, 2, 1,
         ]  # fmt: skip
-        assert read_page(log.page_json(8, 9, 10**9), 8).calls == []
+        assert read_page(page_json(log, 8, 9, 10**9), 8).calls == []
         log.prune(7, 10**9)
-        page = read_page(log.page_json(0, 9, 10**9), 0)
+        page = read_page(page_json(log, 0, 9, 10**9), 0)
         assert ([number for number, _ in page.calls], page.erased) == ([7, 8], 2)
-        older = json.loads(log.page_json(8, 9, 10**9))
+        older = json.loads(page_json(log, 8, 9, 10**9))
         with pytest.raises(ValueError, match="contradict"):
             read_page(json.dumps({**older, "erased": 1}), 8)
 
@@ -325,7 +259,7 @@ def test_calls_are_found_by_conversation_and_user(tmp_path: Path) -> None:
         assert log.ids_of(["c-2", long], ["ana", "a"]) == ["a", "b", "d"]
         assert log.ids_of([""], [""]) == []
         assert log.find(["a"])["a"] == call("a", **NAMED)
-        page = log.page_json(0, 9, 10**9)
+        page = page_json(log, 0, 9, 10**9)
         assert [each for _, each in read_page(page, 0).calls] == stored(log)
         log.erase(["a"])
         assert log.ids_of(["c-1"], ["ana"]) == []
@@ -339,3 +273,12 @@ def test_later_calls_that_resend_a_call_are_found(tmp_path: Path) -> None:
         assert log.resending([one[1].request_id, other[3].request_id, "text", "cut", "nobody"]) == {
             one[1].request_id: [each.request_id for each in one[2:]]
         }
+        # White space between the values, and the same last message after another history.
+        sent = json.loads(one[1].request)["messages"]
+        other = [*sent[:-2], {"role": "assistant", "content": "x"}, sent[-1]]
+        log.append([
+            call("spaced", b'{"messages" : [' + b" ,\n".join(compact(each) for each in sent) + b" ] }"),
+            call("other", compact({"messages": other})), call("shorter", compact({"messages": sent[1:]})),
+        ])  # fmt: skip
+        found = log.resending([one[1].request_id])[one[1].request_id]
+        assert found == [*(each.request_id for each in one[2:]), "spaced"]

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from flywheel.records.request_id import new_request_id
 from flywheel.serving.alias_target import AliasTarget, Split
-from flywheel.serving.calls import request_parts
 from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.serving.calls.request_parts import MAX_DEPTH, JsonScan
 from flywheel.serving.server import middleware as middleware_module
+from flywheel.serving.server import units
+from flywheel.serving.server.asgi import MAX_DEPTH
 from flywheel.serving.server.middleware import AliasMiddleware
+from flywheel.serving.server.units import MAX_MESSAGES
 from flywheel.system.server_limits import Message, Receive, Scope, Send
 from tests.serving.fake_vllm import BASE, answer, with_middleware
 
@@ -321,29 +322,22 @@ def test_bodies_that_cost_more_than_they_say_are_refused_before_a_unit_is_looked
         assert [server.send(body) for body in (deep, many, keys)] == [400, 400, 400]
 
 
-def test_a_body_is_walked_once_and_its_messages_up_to_the_first_of_the_user() -> None:
-    """Each step of `JsonScan` takes the server's event loop some of its time."""
+def test_messages_are_read_up_to_the_first_of_the_user() -> None:
+    """Each takes the server's event loop some of its time."""
     server = Server()
     system = {"role": "system", "content": [{"type": "text", "text": "x"}] * 100}
     later = [{"role": "assistant", "content": [{"type": "text", "text": "y"}] * 100}] * 100
-    ends = 0
-    original = JsonScan._end
 
-    def counted(scan: JsonScan, at: int) -> int:
-        nonlocal ends
-        ends += 1
-        return original(scan, at)
+    def read(messages: list[dict[str, Any]], **headers: str) -> int:
+        with mock.patch.object(units, "_value", wraps=units._value) as value:
+            server.ask({"messages": messages}, **headers)
+        return value.call_count
 
-    def walked(body: dict[str, Any], **headers: str) -> int:
-        nonlocal ends
-        ends = 0
-        server.ask(body, **headers)
-        return ends
+    assert read([system, USER, *later], x_flywheel_conversation="c") == 0
+    assert read([system, USER, *later]) == 2
+    assert read([system, *later, USER]) == MAX_MESSAGES
 
-    body = {"messages": [system, USER, *later], "tools": [{"a": 1}] * 500}
-    with mock.patch.object(request_parts.JsonScan, "_end", counted):
-        assert walked(body, x_flywheel_conversation="c") == 0
-        # Two messages and their roles.
-        assert walked(body) <= 2 + 2
-        nobody = {"messages": [system, *later, *later]}
-        assert walked(nobody) <= 2 + 2 * 64
+
+def test_half_a_surrogate_pair_later_in_a_conversation_leaves_its_unit() -> None:
+    server = Server()
+    assert server.unit(USER, {"role": "user", "content": "\ud800"}) == server.unit(USER)

@@ -11,6 +11,7 @@ from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
 from flywheel.serving.calls.call_log import CallLog
+from flywheel.serving.calls.call_log_page import page_json
 
 
 class LogServer:
@@ -51,7 +52,7 @@ class LogServer:
                 else:
                     given = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
                     limit = min(given["limit"], server.page_calls)
-                    status, body = 200, server.log.page_json(given["after"], limit, 4_000_000).encode()
+                    status, body = 200, page_json(server.log, given["after"], limit, 4_000_000)
                 self.send_response(status)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()

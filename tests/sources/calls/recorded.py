@@ -8,6 +8,7 @@ from typing import Any
 
 from flywheel.records.request_id import new_request_id
 from flywheel.serving.calls.call_log import RecordedCall
+from tests.factories.call_log import compact
 
 INSTANCE = "0123456789abcdef"
 JSON = "application/json"
@@ -44,7 +45,7 @@ def recorded(
         status=status,
         is_complete=is_complete,
         media_type=media_type or (STREAM if isinstance(response, bytes) else JSON),
-        request=request if isinstance(request, bytes) else json.dumps(request).encode(),
+        request=request if isinstance(request, bytes) else compact(request),
         response=body,
     )
 
