@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flywheel.config import JudgeBudget
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
-from flywheel.judge.client import (
+from flywheel.judge.limits import (
     MAX_REST_SECONDS,
     REJECTED_SECONDS,
     THROTTLED_SECONDS,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 
 from flywheel.config import JudgeSettings
@@ -14,7 +15,14 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system import http_client
-from flywheel.system.http_client import MAX_ANSWER_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
+from flywheel.system.http_client import (
+    MAX_ANSWER_BYTES,
+    CallError,
+    ResponseTooLargeError,
+    authorization,
+    call_errors,
+    model_client,
+)
 from tests.factories.local_server import JsonHandler, LocalServer
 
 Play = Callable[[JsonHandler], None]
@@ -59,17 +67,26 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def client(url: str, timeout: float = 30) -> ModelHttpClient:
-    return ModelHttpClient(url, timeout_seconds=timeout)
+class Client:
+    """The client of models for the API at a URL."""
+
+    def __init__(self, url: str, timeout: float = 30) -> None:
+        self._client = model_client(url, seconds=timeout)
+        self.close = self._client.close
+
+    def post(self, path: str, body: bytes = b"{}") -> httpx2.Response:
+        with call_errors():
+            headers = authorization("key")
+            return self._client.post(path, cast_to=httpx2.Response, content=body, options={"headers": headers})
 
 
 def test_one_connection_serves_many_calls() -> None:
     with Served(answers(b"{}", Retry="7")) as served:
-        http = client(served.url)
+        http = Client(served.url)
         for _ in range(5):
-            answer = http.post("/v1/chat?x=1", b"{}", "key")
+            answer = http.post("/v1/chat?x=1")
         http.close()
-    assert (answer.status, answer.body, answer.headers["retry"]) == (200, b"{}", "7")
+    assert (answer.status_code, answer.content, answer.headers["retry"]) == (200, b"{}", "7")
     assert served.paths == ["/v1/chat?x=1"] * 5
     assert len(served.connections) == 1
 
@@ -98,9 +115,9 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
         if proxied:
             monkeypatch.setenv("http_proxy", served.url)
         url = "http://judge.example" if proxied else served.url
-        http = client(url, timeout=0.3)
+        http = Client(url, timeout=0.3)
         with pytest.raises(CallError, match=r"no complete response within 0\.3 s"):
-            http.post("/v1", b"{}", "key")
+            http.post("/v1")
         http.close()
 
 
@@ -115,18 +132,18 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next(monkeyp
         answers(b"{}")(handler)
 
     with Served(slow) as served:
-        http = client(served.url, timeout=7)
+        http = Client(served.url, timeout=7)
         for _ in range(4):
-            assert http.post("/v1", b"{}", "key").body == b"{}"
+            assert http.post("/v1").content == b"{}"
         http.close()
     assert len(served.connections) == 1
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
     with Served(answers(b" " * (MAX_ANSWER_BYTES + 1))) as served:
-        http = client(served.url)
+        http = Client(served.url)
         with pytest.raises(ResponseTooLargeError, match="4 MiB"):
-            http.post("/v1", b"{}", "key")
+            http.post("/v1")
         http.close()
 
 
@@ -143,11 +160,11 @@ def test_a_redirect_is_not_followed_with_the_key() -> None:
 def test_a_proxy_of_the_environment_is_used_except_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with Served(answers(b"proxied")) as proxy, Served(answers(b"direct")) as served:
         monkeypatch.setenv("http_proxy", proxy.url)
-        through = client("http://judge.example")
-        assert through.post("/v1/chat", b"{}", "key").body == b"proxied"
+        through = Client("http://judge.example")
+        assert through.post("/v1/chat").content == b"proxied"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        past = client(served.url)
-        assert past.post("/v1/chat", b"{}", "key").body == b"direct"
+        past = Client(served.url)
+        assert past.post("/v1/chat").content == b"direct"
         through.close()
         past.close()
     assert proxy.paths == ["http://judge.example/v1/chat"]

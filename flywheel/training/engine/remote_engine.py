@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import httpx2
+
 from flywheel.errors import EndpointError, FlywheelError
 from flywheel.judge.answer import REASONING_END
 from flywheel.records.trace import get_path
-from flywheel.system.http_client import CallError, ModelHttpClient, retrying
+from flywheel.system.http_client import PROXY_HINT, CallError, authorization, call_errors, model_client, retrying
 from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
@@ -76,11 +78,14 @@ class RemoteApplication:
     context = 0
 
     def __init__(self, model: RemoteModel, *, seconds: float) -> None:
-        """A call may take so many seconds."""
+        """A call may take so many seconds. Raises EndpointError for a proxy that cannot be used."""
         self.usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self.failure: EndpointError | None = None
         self._model, self._seconds = model, seconds
-        self._client = ModelHttpClient(model.base_url, timeout_seconds=seconds)
+        try:
+            self._client = model_client(model.base_url, seconds=seconds)
+        except ValueError as error:
+            raise EndpointError(f"ask {model}", str(error), PROXY_HINT) from error
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._open = self._failures = 0
@@ -127,7 +132,12 @@ class RemoteApplication:
         return 200, found
 
     def _attempt(self, body: bytes) -> dict[str, Any]:
-        return _in_form_of_vllm(self._client.post("/chat/completions", body, self._model.api_key).body)
+        headers = {**authorization(self._model.api_key), "content-type": "application/json"}
+        with call_errors():
+            answer = self._client.post(
+                "/chat/completions", cast_to=httpx2.Response, content=body, options={"headers": headers}
+            )
+        return _in_form_of_vllm(answer.content)
 
     def _count_failure(self, error: CallError) -> None:
         with self._lock:
