@@ -57,6 +57,7 @@ from flywheel.system.http_client import (
     endpoint_url,
     is_http_url,
     model_client,
+    post_chat,
     retrying,
 )
 
@@ -385,11 +386,14 @@ class JudgeEndpoint:
 
     def _send(self, client: openai.OpenAI, request: Mapping[str, Any], stop: threading.Event, key: Key) -> JudgeReply:
         """One request within the limits, which its outcome adjusts."""
+        from openai.types.chat import ChatCompletion
+
         began = self.concurrency.acquire(stop)
         if began is None:
             raise CallError("judging stops", final=True)
         throttled: bool | None = None
-        expected = len(orjson.dumps(request)) / 4 + self._mean_completion
+        body = orjson.dumps({"model": self.config.model, **request})
+        expected = len(body) / 4 + self._mean_completion
         try:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
             beat(wait)
@@ -397,7 +401,8 @@ class JudgeEndpoint:
                 raise CallError("judging stops", final=True)
             sent, outcome = time.monotonic(), "failed"
             try:
-                reply = self._completion(client, request, key)
+                with call_errors():
+                    reply = reply_of(post_chat(client, body, key.secret, ChatCompletion))
                 outcome = "answered"
             except ResponseTooLargeError as error:
                 reply = JudgeReply("", str(error), is_final=True)
@@ -417,15 +422,6 @@ class JudgeEndpoint:
             self._warned_of_usage = True
             log.warning("%s does not report token usage: its tokens are counted as 0", self.config.base_url)
         return replace(reply, judge=str(self.config))
-
-    def _completion(self, client: openai.OpenAI, request: Mapping[str, Any], key: Key) -> JudgeReply:
-        headers = authorization(key.secret)
-        with call_errors():
-            # As an extra body: the check of its types takes as long as all else that a call does.
-            completion = client.chat.completions.create(
-                model=self.config.model, messages=[], extra_body=request, extra_headers=headers
-            )
-            return reply_of(completion)
 
     def _connect(self) -> tuple[KeyPool, openai.OpenAI]:
         """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""

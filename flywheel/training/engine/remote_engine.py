@@ -24,7 +24,7 @@ import httpx2
 from flywheel.errors import EndpointError, FlywheelError
 from flywheel.judge.answer import REASONING_END
 from flywheel.records.trace import get_path
-from flywheel.system.http_client import PROXY_HINT, CallError, authorization, call_errors, model_client, retrying
+from flywheel.system.http_client import PROXY_HINT, CallError, model_client, post_chat, retrying
 from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
@@ -132,11 +132,7 @@ class RemoteApplication:
         return 200, found
 
     def _attempt(self, body: bytes) -> dict[str, Any]:
-        headers = {**authorization(self._model.api_key), "content-type": "application/json"}
-        with call_errors():
-            answer = self._client.post(
-                "/chat/completions", cast_to=httpx2.Response, content=body, options={"headers": headers}
-            )
+        answer = post_chat(self._client, body, self._model.api_key, httpx2.Response)
         return _in_form_of_vllm(answer.content)
 
     def _count_failure(self, error: CallError) -> None:
