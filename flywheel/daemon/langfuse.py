@@ -134,7 +134,7 @@ class LangfuseExport(Target):
         """Send what waits, in its order. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
         import httpx2
 
-        from flywheel.system.http_client import PROXY_HINT, async_client, parse_retry_after
+        from flywheel.system.http_client import async_client, parse_retry_after
 
         keys = self._settings.keys
         if missing := [name for name, key in keys.items() if not key]:
@@ -144,7 +144,7 @@ class LangfuseExport(Target):
         try:
             client = async_client(self._settings.host, seconds=seconds, proxies=True)
         except ValueError as error:
-            raise self._failure(str(error), PROXY_HINT) from None
+            raise self._failure(str(error)) from None
         async with client:
             while (score := await self._next_score()) is not None:
                 content = redact_secrets(json.dumps(score).encode())

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
@@ -22,9 +22,6 @@ from flywheel.records.trace import ChatMessage
 from flywheel.secrets import redact_secrets
 from flywheel.system.files import json_line
 from flywheel.system.http_client import CallError
-
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionMessage
 
 DAY_SECONDS: Final = 86_400.0
 TOOL_NAME: Final = "verdict"
@@ -63,9 +60,6 @@ FIELDS: Final = {
 LABELS: Final = {
     ResponseFormat.SCHEMA.value: "JSON schema",
     ResponseFormat.TOOL.value: "tool call",
-    SEED: "seed",
-    TEMPERATURE: "temperature",
-    MAX_TOKENS: "max_tokens",
     SYSTEM: "system message",
 }
 
@@ -215,7 +209,6 @@ class JudgeReply:
         text: What the judge wrote; empty where there is a `problem`.
         problem: Why there is no text.
         cut_off: The reply reached the maximum length.
-        has_usage: The endpoint reported the tokens used.
         calls: 0 for a call that the endpoint rejected.
         attempts: The attempts that it took.
         is_final: Where there is a problem: another attempt would have it too.
@@ -228,7 +221,6 @@ class JudgeReply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cut_off: bool = False
-    has_usage: bool = False
     calls: int = 1
     attempts: int = 1
     is_final: bool = False
@@ -252,11 +244,11 @@ def reply_of(completion: object) -> JudgeReply:
         case ChatCompletion(choices=[Choice(message=ChatCompletionMessage() as message) as choice, *_]):
             text, problem = _text(message)
             is_cut_off = choice.finish_reason == "length"
-            return JudgeReply(text, problem, *tokens, cut_off=is_cut_off, has_usage=bool(usage))
-    return _without_choice(getattr(completion, "error", None), tokens, has_usage=bool(usage))
+            return JudgeReply(text, problem, *tokens, cut_off=is_cut_off)
+    return _without_choice(getattr(completion, "error", None), tokens)
 
 
-def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> JudgeReply:
+def _without_choice(error: Any, tokens: tuple[int, int]) -> JudgeReply:
     problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
     code = _dict(error).get("code")
     status = _count(int(code) if isinstance(code, str) and code.isdecimal() and len(code) <= 4 else code)
@@ -264,7 +256,7 @@ def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> 
     # What was billed is kept, though it is no verdict. What was not can be retried, or concerns every call.
     if status and not any(tokens) and (failure.retryable or status in REJECTED_FOR_ALL):
         raise failure
-    return JudgeReply("", problem, *tokens, has_usage=has_usage, is_final=bool(error))
+    return JudgeReply("", problem, *tokens, is_final=bool(error))
 
 
 def mended(body: bytes) -> bytes:
@@ -324,8 +316,8 @@ def _completion_of_stream(body: bytes) -> dict[str, Any] | None:
     return {"choices": choices, "usage": usage, "error": error}
 
 
-def _text(message: ChatCompletionMessage) -> tuple[str, str]:
-    """The text, which can be the arguments of the verdict's tool call, and the problem."""
+def _text(message: Any) -> tuple[str, str]:
+    """The text of a ChatCompletionMessage, which can be the arguments of the verdict's tool call, and the problem."""
     if message.refusal:
         return "", f"the judge refused: {str(message.refusal)[:300]}"
     for call in message.tool_calls or ():

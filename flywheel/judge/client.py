@@ -44,18 +44,15 @@ from flywheel.judge.chat_completions import (
 from flywheel.judge.limits import MODERATION, ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
-from flywheel.secrets import is_sendable, keys_in
+from flywheel.secrets import keys_in
 from flywheel.system.heartbeat import beat
 from flywheel.system.http_client import (
     NEVER,
     OPENAI_URL,
-    PROXY_HINT,
     CallError,
-    ResponseTooLargeError,
     authorization,
     call_errors,
     endpoint_url,
-    is_http_url,
     model_client,
     post_chat,
     retrying,
@@ -290,13 +287,15 @@ class JudgeClient:
         if not self.capabilities.record(name, part, supported=False):
             return
         if part in MOVED:
-            log.info("%s does not support %s (%s): for a day it is sent otherwise", name, LABELS[part], error)
+            log.info(
+                "%s does not support %s (%s): for a day it is sent otherwise", name, LABELS.get(part, part), error
+            )
             return
         is_format = part not in (SEED, TEMPERATURE)
         setting = f"response_format: {self.capabilities.format(name)}" if is_format else f"omit: [{part}]"
         log.warning(
             "%s does not support %s (%s): for a day it is asked without. Set judge.%s to do so from the start.",
-            *(name, LABELS[part], error, setting),
+            *(name, LABELS.get(part, part), error, setting),
         )
 
     def close(self) -> None:
@@ -360,11 +359,20 @@ class JudgeEndpoint:
 
         Raises JudgeError where none arrives.
         """
+        import openai
+
         keys, client = self._connect()
-        try:
-            return [_listing(client, key) for key in ("", *(each.secret for each in keys.keys))]
-        except CallError as error:
-            raise self._unreachable(str(error)) from error
+        answers = []
+        for key in ("", *(each.secret for each in keys.keys)):
+            try:
+                with call_errors():
+                    headers = authorization(key)
+                    answers.append(client.get("/models", cast_to=httpx2.Response, options={"headers": headers}))
+            except CallError as error:
+                if not isinstance(error.__cause__, openai.APIStatusError):
+                    raise self._unreachable(str(error)) from error
+                answers.append(error.__cause__.response)
+        return answers
 
     def rejected(self, error: CallError) -> JudgeReply:
         """A call that the endpoint rejected. Raises JudgeError when every other call would be rejected too."""
@@ -404,8 +412,6 @@ class JudgeEndpoint:
                 with call_errors():
                     reply = reply_of(post_chat(client, body, key.secret, ChatCompletion))
                 outcome = "answered"
-            except ResponseTooLargeError as error:
-                reply = JudgeReply("", str(error), is_final=True)
             except CallError as error:
                 self._tokens.correct(-expected)
                 throttled = error.status == 429 or error.retry_after is not None or None
@@ -415,7 +421,7 @@ class JudgeEndpoint:
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)
-        if reply.has_usage:
+        if reply.prompt_tokens or reply.completion_tokens:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
             self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)
         elif not self._warned_of_usage:
@@ -428,24 +434,21 @@ class JudgeEndpoint:
         with self._connecting:
             if self._connection is None:
                 url, variable = self.config.base_url, self.config.api_key_env
-                if not is_http_url(url):
-                    hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
-                    raise self._error(f"its endpoint {url} is no URL", hint)
-                keys = keys_in(os.environ.get(variable, ""))
-                if not keys and url != OPENAI_URL:
-                    keys = ["none"]  # most self-hosted servers need no key; one that does will say so
-                if not keys or not all(map(is_sendable, keys)):
-                    problem = "contains characters that no key has" if keys else "is not set"
-                    raise self._error(
-                        f"the environment variable {variable} with its key {problem}",
-                        "Set it, or name another one in {section}.api_key_env, or another endpoint in "
-                        "{section}.base_url.",
-                    )
                 try:
                     client = model_client(url, seconds=self._settings.timeout_seconds, mend=mended)
                 except ValueError as error:
-                    raise self._error(str(error), PROXY_HINT) from error
-                self._connection = KeyPool.of(keys), client
+                    hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
+                    raise self._error(str(error), hint) from error
+                keys = keys_in(os.environ.get(variable, ""))
+                if not keys and url != OPENAI_URL:
+                    keys = ["none"]  # most self-hosted servers need no key; one that does will say so
+                if not keys:
+                    raise self._error(
+                        f"the environment variable {variable} with its key is not set",
+                        "Set it, or name another one in {section}.api_key_env, or another endpoint in "
+                        "{section}.base_url.",
+                    )
+                self._connection = KeyPool([Key(place, key) for place, key in enumerate(keys, start=1)]), client
             return self._connection
 
     def _unreachable(self, why: str) -> JudgeError:
@@ -462,13 +465,3 @@ class JudgeEndpoint:
     def close(self) -> None:
         if self._connection is not None:
             self._connection[1].close()
-
-
-def _listing(client: openai.OpenAI, key: str) -> httpx2.Response:
-    import openai
-
-    with call_errors():
-        try:
-            return client.get("/models", cast_to=httpx2.Response, options={"headers": authorization(key)})
-        except openai.APIStatusError as error:
-            return error.response

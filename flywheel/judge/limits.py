@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -119,10 +119,6 @@ class KeyPool:
     clock: Callable[[], float] = time.monotonic
     _turn: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def of(cls, secrets: Sequence[str]) -> KeyPool:
-        return cls([Key(place, secret) for place, secret in enumerate(secrets, start=1)])
 
     def attempt(self, call: Callable[[Key], T], stop: threading.Event, longest: float, endpoint: str) -> T:
         """One attempt, with as many keys as it takes to find one that works. Raises CallError."""

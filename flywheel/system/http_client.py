@@ -11,7 +11,6 @@ import os
 import ssl
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", "openai.types.chat.ChatCompletion", httpx2.Response)
 MAX_ANSWER_BYTES: Final = 4 << 20
-PROXY_HINT: Final = "Correct HTTPS_PROXY and HTTP_PROXY, or unset them."
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
 """For zlib: detect the header."""
 
@@ -77,28 +75,25 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
 
         Raises ValueError for a proxy that is not an HTTP proxy.
         """
+        self._idle: deque[httpcore2.ConnectionPool] = deque()
         self._proxy = _proxy_for(url) if proxies else None
         # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
         self._ssl_context = ssl_context() if url.lower().startswith("https:") else None
         self._max_bytes = max_bytes
         self._mend = mend
-        self._idle: deque[tuple[httpcore2.ConnectionPool, _DeadlineBackend]] = deque()
-        # Runs also when the owner is collected without a call of `close`.
-        self._close = weakref.finalize(self, _close_all, self._idle)
         self._in_loop = httpx2.AsyncHTTPTransport(verify=self._ssl_context or False, proxy=self._proxy)
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         seconds, max_bytes = self._begin(request)
+        _thread.deadline = time.monotonic() + seconds
         try:
-            pool, backend = self._idle.pop()
+            pool = self._idle.pop()
         except IndexError:
             # A pool of one connection, which reconnects by itself.
-            backend = _DeadlineBackend()
             make: Callable[..., httpcore2.ConnectionPool] = httpcore2.ConnectionPool
             if self._proxy is not None:
                 make = partial(httpcore2.HTTPProxy, str(self._proxy.url), proxy_auth=self._proxy.raw_auth)
-            pool = make(ssl_context=self._ssl_context, max_connections=1, network_backend=backend)
-        backend.deadline = time.monotonic() + seconds
+            pool = make(ssl_context=self._ssl_context, max_connections=1, network_backend=_DeadlineBackend())
         url = request.url
         target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
         try:
@@ -109,11 +104,13 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
                     body.add(piece)
         except httpcore2.TimeoutException:
             raise _late(seconds) from None
-        except (*_FAILURES, OSError, ValueError, zlib.error) as error:
+        except httpx2.RequestError:
+            raise
+        except Exception as error:  # httpcore2's have no class in common
             raise httpx2.TransportError(_root_cause(error)) from error
         finally:
-            self._idle.append((pool, backend))
-        return self._answer(response.status, headers, body)
+            self._idle.append(pool)
+        return httpx2.Response(response.status, headers=headers, content=self._mend(bytes(body.content)))
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         seconds, max_bytes = self._begin(request)
@@ -129,9 +126,8 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
                     await response.aclose()
         except TimeoutError:
             raise _late(seconds) from None
-        except zlib.error as error:
-            raise httpx2.DecodingError(str(error)) from error
-        return self._answer(response.status_code, response.headers, body)
+        content = self._mend(bytes(body.content))
+        return httpx2.Response(response.status_code, headers=response.headers, content=content)
 
     def _begin(self, request: httpx2.Request) -> tuple[Any, int]:
         """Seconds and bytes for a request."""
@@ -141,19 +137,15 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         beat(seconds or 0.0)
         return seconds, request.extensions.get("max_bytes", self._max_bytes)
 
-    def _answer(self, status: int, headers: httpx2.Headers, body: _Body) -> httpx2.Response:
-        return httpx2.Response(status, headers=headers, content=self._mend(bytes(body.content)))
-
     def close(self) -> None:
-        self._close()
+        while self._idle:
+            self._idle.pop().close()
+
+    __del__ = close
+    """Not every owner closes its client."""
 
     async def aclose(self) -> None:
         await self._in_loop.aclose()
-
-
-def _close_all(idle: deque[tuple[httpcore2.ConnectionPool, _DeadlineBackend]]) -> None:
-    while idle:
-        idle.pop()[0].close()
 
 
 def _late(seconds: float) -> httpx2.ReadTimeout:
@@ -170,7 +162,9 @@ def _proxy_for(url: str) -> httpx2.Proxy | None:
         register_secret(password)
     proxy = httpx2.Proxy(named if "://" in named else f"http://{named}")
     if proxy.url.scheme not in ("http", "https"):
-        raise ValueError(f"the proxy {proxy.url} from the environment cannot be used: it is not an HTTP proxy")
+        raise ValueError(
+            f"the proxy {proxy.url} from the environment is not an HTTP proxy: correct HTTPS_PROXY and HTTP_PROXY"
+        )
     return proxy
 
 
@@ -185,18 +179,24 @@ class _Body:
         self.content = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Raises AnswerTooLargeError and zlib.error."""
-        self.content += self._unpack.decompress(piece, self._max_bytes + 1) if self._unpack else piece
+        """Raises AnswerTooLargeError and DecodingError."""
+        try:
+            self.content += self._unpack.decompress(piece, self._max_bytes + 1) if self._unpack else piece
+        except zlib.error as error:
+            raise httpx2.DecodingError(str(error)) from error
         if len(self.content) > self._max_bytes:
             raise AnswerTooLargeError(f"the response is larger than {self._max_bytes >> 20} MiB")
 
 
-_FAILURES: Final = (
-    httpcore2.NetworkError,
-    httpcore2.ProtocolError,
-    httpcore2.ProxyError,
-    httpcore2.UnsupportedProtocol,
-)
+_thread = threading.local()
+"""`deadline`: when the request in this thread ends."""
+
+
+def _seconds_left() -> float:
+    """Raises TimeoutException when no time is left."""
+    if (left := _thread.deadline - time.monotonic()) <= 0:
+        raise httpcore2.ReadTimeout
+    return float(left)
 
 
 class _DeadlineBackend(httpcore2.SyncBackend):
@@ -206,36 +206,26 @@ class _DeadlineBackend(httpcore2.SyncBackend):
     them, would never reach it.
     """
 
-    deadline = 0.0
-
-    def seconds_left(self) -> float:
-        """Raises TimeoutException when no time is left."""
-        if (left := self.deadline - time.monotonic()) <= 0:
-            raise httpcore2.ReadTimeout
-        return left
-
     def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
     ) -> httpcore2.NetworkStream:
-        return _DeadlineStream(super().connect_tcp(host, port, self.seconds_left(), *args, **options), self)
+        return _DeadlineStream(super().connect_tcp(host, port, _seconds_left(), *args, **options))
 
 
 @dataclass(slots=True)
 class _DeadlineStream(httpcore2.NetworkStream):
     _stream: httpcore2.NetworkStream
-    _backend: _DeadlineBackend
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, self._backend.seconds_left())
+        return self._stream.read(max_bytes, _seconds_left())
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, self._backend.seconds_left())
+        self._stream.write(buffer, _seconds_left())
 
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.NetworkStream:
-        encrypted = self._stream.start_tls(ssl_context, server_hostname, self._backend.seconds_left())
-        return _DeadlineStream(encrypted, self._backend)
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, _seconds_left()))
 
     def close(self) -> None:
         self._stream.close()
@@ -256,7 +246,7 @@ def ssl_context() -> ssl.SSLContext:
 
 
 def async_client(
-    url: str, *, seconds: float | None, headers: Mapping[str, str] | None = None, proxies: bool = False
+    url: str, *, seconds: float | httpx2.Timeout, headers: Mapping[str, str] | None = None, proxies: bool = False
 ) -> httpx2.AsyncClient:
     """A client of a `Transport`, which follows no redirects. Raises ValueError as the transport does."""
     transport = Transport(url, proxies=proxies)
@@ -273,7 +263,9 @@ def model_client(
     mend: Callable[[bytes], bytes] = redact_secrets,
 ) -> openai.OpenAI:
     """A client of a `Transport` for threads, which follows no redirects. `authorization` is a header of each call.
-    Raises ValueError as the transport does."""
+    Raises ValueError for what is no URL, and as the transport does."""
+    if not is_http_url(url):
+        raise ValueError(f"its endpoint {url} is no URL")
     # Imported here: what asks no model needs 30 MB less.
     import openai
 
@@ -304,37 +296,31 @@ NEVER: Final = threading.Event()
 RETRYABLE: Final = frozenset({408, 409, 429})
 
 
+@dataclass(eq=False)
 class CallError(Exception):
     """A call without a usable response. The message contains no key.
 
     Attributes:
-        status: Status code of the response; 0 when none came.
+        status: Status code of the response; 0 when none came, and 413 for one that is too large.
         code, param: What the response says of its error in fields of these names; else empty.
         retry_after: Delay that the endpoint requested, in seconds.
-        retryable: Whether the same call may succeed in a moment.
+        final: No retry, whatever the status is.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 0,
-        code: str = "",
-        param: str = "",
-        retry_after: float | None = None,
-        final: bool = False,
-    ) -> None:
-        """`final` excludes a retry whatever the status is."""
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after = retry_after
-        self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
+    message: str
+    status: int = 0
+    code: str = ""
+    param: str = ""
+    retry_after: float | None = None
+    final: bool = False
 
+    def __str__(self) -> str:
+        return self.message
 
-class ResponseTooLargeError(CallError):
-    """The response body exceeds the size limit."""
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed in a moment."""
+        return not self.final and (self.status == 0 or self.status in RETRYABLE or self.status >= 500)
 
 
 def post_chat(client: openai.OpenAI, body: bytes, key: str, cast_to: type[T]) -> T:
@@ -355,10 +341,8 @@ def call_errors() -> Iterator[None]:
     except openai.APIStatusError as error:
         raise _error_of_status(error) from error
     except openai.APIConnectionError as error:
-        message = redact_secrets(str(error.__cause__))
-        if isinstance(error.__cause__, AnswerTooLargeError):
-            raise ResponseTooLargeError(message, final=True) from error
-        raise CallError(message) from error
+        status = 413 if isinstance(error.__cause__, AnswerTooLargeError) else 0
+        raise CallError(redact_secrets(str(error.__cause__)), status) from error
     except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CallError(f"the response cannot be read: {_in_line(redact_secrets(str(error)))}") from error
 

@@ -191,8 +191,7 @@ class _Proxy:
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Generating may take long.
-        self._http = async_client(self._server_url, seconds=None, headers=headers)
-        self._http.timeout = httpx2.Timeout(None, connect=10)
+        self._http = async_client(self._server_url, seconds=httpx2.Timeout(None, connect=10), headers=headers)
 
     async def __aenter__(self) -> _Proxy:
         methods = ["GET", "POST", "PUT", "DELETE"]

@@ -31,12 +31,10 @@ from flywheel.records.similarity import Fingerprint
 from flywheel.secrets import keys_in
 from flywheel.system.http_client import (
     NEVER,
-    PROXY_HINT,
     CallError,
     authorization,
     call_errors,
     endpoint_url,
-    is_http_url,
     model_client,
     retrying,
 )
@@ -150,19 +148,16 @@ class Embedder:
         self._url = endpoint_url(settings.base_url)
         variables = filter(None, (settings.api_key_env, settings.backup_api_key_env))
         keys = [settings.api_key] if settings.api_key else [os.environ.get(name, "") for name in variables]
-        self._keys = KeyPool.of(keys_in("|".join(keys)) or ["none"])
-        if not is_http_url(self._url):
-            raise self._failure(
-                "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
-            )
+        self._keys = KeyPool(
+            [Key(place, key) for place, key in enumerate(keys_in("|".join(keys)) or ["none"], start=1)]
+        )
         try:
             self._client = model_client(
-                self._url,
-                seconds=settings.timeout_seconds,
-                max_bytes=settings.batch_size * MAX_VECTOR_BYTES,
+                self._url, seconds=settings.timeout_seconds, max_bytes=settings.batch_size * MAX_VECTOR_BYTES
             )
         except ValueError as error:
-            raise self._failure(str(error), PROXY_HINT) from error
+            hint = "Set deduplication's base_url to a URL such as http://host/v1."
+            raise self._failure(str(error), hint) from error
         self._retrying = retrying(
             settings.max_attempts,
             settings.timeout_seconds,
