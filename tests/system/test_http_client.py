@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
+from openai.types.chat import ChatCompletion
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
+from flywheel.judge.chat_completions import mended, reply_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
@@ -18,9 +22,11 @@ from flywheel.system import http_client
 from flywheel.system.http_client import (
     MAX_ANSWER_BYTES,
     CallError,
+    async_client,
     authorization,
     call_errors,
     model_client,
+    post_chat,
 )
 from tests.factories.local_server import JsonHandler, LocalServer
 
@@ -174,3 +180,36 @@ def test_a_proxy_that_cannot_be_used_names_the_variable(monkeypatch: pytest.Monk
     settings = JudgeSettings(model="m", base_url="http://judge.example/v1", max_attempts=1)
     with pytest.raises(JudgeError, match="HTTPS_PROXY"):
         Grader(Rubric.model_validate({"id": "r", "custom_rubrics": "x"}), settings).grade(Exchange("q", "a"))
+
+
+async def test_a_server_of_ours_is_asked_past_every_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Served(answers(b"{}")) as proxy, Served(answers(b"{}")) as served:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        async with async_client(served.url, seconds=30, headers={"authorization": "Bearer admin"}) as ours:
+            await ours.post("/v1/load_lora_adapter", json={})
+        async with async_client(served.url, seconds=30, proxies=True) as theirs:
+            await theirs.post("/hook", json={})
+    assert served.paths == ["/v1/load_lora_adapter"]
+    assert proxy.paths == [f"{served.url}/hook"]
+
+
+@pytest.mark.parametrize("make", [model_client, partial(async_client, proxies=True)])
+def test_a_proxy_that_is_no_http_proxy_is_named(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    monkeypatch.setenv("all_proxy", "socks5://user:hunter22@127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"the proxy socks5://.* is not an HTTP proxy: correct HTTPS_PROXY") as error:
+        make("http://judge.example", seconds=1)
+    assert "hunter22" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 10**6, b'"a"', b"null", b"[1]", b"<html>", b'{"choices": "abc"}', b'{"choices": 1}', b"\xff", b""]
+)
+def test_what_openai_makes_of_an_odd_body_is_a_broken_body(body: bytes) -> None:
+    with Served(answers(body)) as served:
+        client = model_client(served.url, seconds=30, mend=mended)
+        with pytest.raises(CallError) as error, call_errors():
+            reply = reply_of(post_chat(client, b"{}", "key", ChatCompletion))
+            assert not reply.text and reply.problem
+            raise CallError(reply.problem)
+        client.close()
+    assert error.value.retryable
