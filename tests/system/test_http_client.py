@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +20,7 @@ from flywheel.judge.chat_completions import mended, reply_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
+from flywheel.secrets import redact_secrets
 from flywheel.system import http_client
 from flywheel.system.http_client import (
     MAX_ANSWER_BYTES,
@@ -213,3 +216,17 @@ def test_what_openai_makes_of_an_odd_body_is_a_broken_body(body: bytes) -> None:
             raise CallError(reply.problem)
         client.close()
     assert error.value.retryable
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("mend", [mended, redact_secrets])
+def test_a_key_that_is_sent_back_is_removed(status: int, mend: Callable[[bytes], bytes]) -> None:
+    key = "sk-a-key-of-some-length"
+    message = {"role": "assistant", "content": f"Your key is {key}"}
+    body = json.dumps({"choices": [{"message": message}], "error": {"message": f"wrong: {key}"}}).encode()
+    with Served(answers(body, status)) as served:
+        client = model_client(served.url, seconds=30, mend=mend)
+        with contextlib.suppress(CallError) if status == 200 else pytest.raises(CallError, match="secret") as error:
+            assert "[secret]" in reply_of(post_chat(client, b"{}", key, ChatCompletion)).text
+        client.close()
+    assert key not in str(error)
