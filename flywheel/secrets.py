@@ -48,7 +48,7 @@ def register_secret(secret: str) -> None:
 def redact_secrets(text: AnyStr) -> AnyStr:
     """Replace the known secrets, also where they are escaped for JSON or a URL."""
     # Of a copy: other threads may add to the set.
-    values = _values.copy().union(value for name, value in os.environ.items() if _is_secret(name))
+    values = _values.copy().union(os.environ.get(name, "") for name in os.environ if _is_secret(name))
     for secret in _spellings(frozenset(values)):
         if isinstance(text, bytes):
             text = text.replace(secret.encode(), REDACTED.encode())

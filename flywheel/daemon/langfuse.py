@@ -134,14 +134,18 @@ class LangfuseExport(Target):
         """Send what waits, in its order. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
         import httpx2
 
-        from flywheel.system.http_client import BoundedClient, parse_retry_after
+        from flywheel.system.http_client import async_client, parse_retry_after
 
         keys = self._settings.keys
         if missing := [name for name, key in keys.items() if not key]:
             raise self._failure(f"the variable {missing[0]} with the key is not set", "Put the key into it.")
         public, secret = keys.values()
         seconds = self._settings.timeout_seconds
-        async with BoundedClient(self._settings.host, seconds=seconds, trust_env=True) as client:
+        try:
+            client = async_client(self._settings.host, seconds=seconds, proxies=True)
+        except ValueError as error:
+            raise self._failure(str(error)) from None
+        async with client:
             while (score := await self._next_score()) is not None:
                 content = redact_secrets(json.dumps(score).encode())
                 try:

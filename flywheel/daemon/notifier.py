@@ -160,7 +160,7 @@ class NoticeTarget(Target):
     async def _post(self, number: str, body: bytes) -> None:
         import httpx2
 
-        from flywheel.system.http_client import BoundedClient
+        from flywheel.system.http_client import async_client
 
         attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the receiver."
         url = self._settings.target
@@ -173,13 +173,13 @@ class NoticeTarget(Target):
         url = whole_url(url)
         timeout = self._settings.timeout_seconds
         try:
-            async with BoundedClient(url, seconds=timeout, trust_env=True) as client:
+            async with async_client(url, seconds=timeout, proxies=True) as client:
                 # The status says it all: nothing else of the answer is read.
                 headers = self._headers(number, body)
                 answer = await client.post(url, content=body, headers=headers, extensions={"max_bytes": 0})
         except httpx2.TimeoutException:
             raise NotifyError(attempted, f"no answer within {timeout:g} s", hint) from None
-        except (httpx2.HTTPError, OSError, ValueError, ImportError) as error:
+        except (httpx2.HTTPError, OSError, ValueError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise NotifyError(attempted, why.replace(url, "the URL"), hint) from None
         if not answer.is_success:

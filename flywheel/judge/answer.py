@@ -13,12 +13,15 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from flywheel.judge.chat_completions import storable_value, strict_format, strict_object
+import msgspec
+
+from flywheel.judge.chat_completions import JudgeReply, storable_value, strict_format, strict_object
 from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.text import visible
+from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult
 
 REASONING_END = re.compile(
@@ -31,6 +34,8 @@ REASONING_START = re.compile(r"\A\s*+<think>", re.IGNORECASE)
 MARKUP = "*_`\"'“”„.。 \t\r\n"
 """Characters that some judges put around a choice."""
 FENCE = "```"
+OBJECT_ATTEMPTS = 2
+T = TypeVar("T")
 
 
 class UnreadableError(ValueError):
@@ -76,6 +81,26 @@ def object_in(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise UnreadableError("there is no JSON object that is whole in the reply") from error
     return found
+
+
+def ask_for_object(
+    ask: Callable[[list[ChatMessage]], JudgeReply],
+    write: Callable[[str], list[ChatMessage]],
+    read: Callable[[dict[str, Any]], T],
+) -> T:
+    """What `read` makes of the object in a model's reply. After one that it cannot use, the model is asked once more.
+
+    `write` gets the problem of an earlier reply, at first an empty one; `ask` is `JudgeClient.ask` with arguments.
+    Raises UnreadableError when no reply can be used, and JudgeError.
+    """
+    problem = ""
+    for _ in range(OBJECT_ATTEMPTS):
+        reply = ask(write(problem))
+        try:
+            return read(object_in(reply.text))
+        except (UnreadableError, msgspec.ValidationError) as error:
+            problem = reply.problem or str(error)
+    raise UnreadableError(problem)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

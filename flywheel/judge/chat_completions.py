@@ -19,6 +19,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.records.trace import ChatMessage
+from flywheel.secrets import redact_secrets
 from flywheel.system.files import json_line
 from flywheel.system.http_client import CallError
 
@@ -59,9 +60,6 @@ FIELDS: Final = {
 LABELS: Final = {
     ResponseFormat.SCHEMA.value: "JSON schema",
     ResponseFormat.TOOL.value: "tool call",
-    SEED: "seed",
-    TEMPERATURE: "temperature",
-    MAX_TOKENS: "max_tokens",
     SYSTEM: "system message",
 }
 
@@ -211,7 +209,6 @@ class JudgeReply:
         text: What the judge wrote; empty where there is a `problem`.
         problem: Why there is no text.
         cut_off: The reply reached the maximum length.
-        has_usage: The endpoint reported the tokens used.
         calls: 0 for a call that the endpoint rejected.
         attempts: The attempts that it took.
         is_final: Where there is a problem: another attempt would have it too.
@@ -224,7 +221,6 @@ class JudgeReply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cut_off: bool = False
-    has_usage: bool = False
     calls: int = 1
     attempts: int = 1
     is_final: bool = False
@@ -232,25 +228,27 @@ class JudgeReply:
     judge: str = ""
 
 
-def parse_response(body: bytes) -> JudgeReply:
-    """The reply in a response. Raises CallError for a response without one."""
-    try:
-        completion = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        completion = _repaired(body)
-    if not isinstance(completion, dict):
-        raise CallError("the response is not a JSON object")
-    usage = _dict(completion.get("usage"))
-    tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
-    choices = completion.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return _without_choice(completion.get("error"), tokens, has_usage=bool(usage))
-    choice = _dict(choices[0])
-    text, problem = _text(_dict(choice.get("message")))
-    return JudgeReply(text, problem, *tokens, cut_off=choice.get("finish_reason") == "length", has_usage=bool(usage))
+def reply_of(completion: object) -> JudgeReply:
+    """The reply in what `openai` made of a response, of which it checks no type.
+
+    Raises CallError for a response without one, and what Python raises for values of other types.
+    """
+    from openai.types.chat import ChatCompletion, ChatCompletionMessage
+    from openai.types.chat.chat_completion import Choice
+
+    if not isinstance(completion, ChatCompletion):
+        raise CallError("the response is not a chat completion")
+    usage = completion.usage
+    tokens = _count(getattr(usage, "prompt_tokens", 0)), _count(getattr(usage, "completion_tokens", 0))
+    match completion:
+        case ChatCompletion(choices=[Choice(message=ChatCompletionMessage() as message) as choice, *_]):
+            text, problem = _text(message)
+            is_cut_off = choice.finish_reason == "length"
+            return JudgeReply(text, problem, *tokens, cut_off=is_cut_off)
+    return _without_choice(getattr(completion, "error", None), tokens)
 
 
-def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> JudgeReply:
+def _without_choice(error: Any, tokens: tuple[int, int]) -> JudgeReply:
     problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
     code = _dict(error).get("code")
     status = _count(int(code) if isinstance(code, str) and code.isdecimal() and len(code) <= 4 else code)
@@ -258,16 +256,26 @@ def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> 
     # What was billed is kept, though it is no verdict. What was not can be retried, or concerns every call.
     if status and not any(tokens) and (failure.retryable or status in REJECTED_FOR_ALL):
         raise failure
-    return JudgeReply("", problem, *tokens, has_usage=has_usage, is_final=bool(error))
+    return JudgeReply("", problem, *tokens, is_final=bool(error))
 
 
-def _repaired(body: bytes) -> Any:
-    """The completion in a body that is not quite JSON. Raises CallError for a proxy's page or a truncated body."""
+def mended(body: bytes) -> bytes:
+    """The body of a response as clean JSON: some servers cut a text within a character, some proxies stream although
+    nobody requested it. What is neither is returned as it is. Known secrets are removed.
+
+    Raises CallError for a stream that was cut off.
+    """
+    body = redact_secrets(body)
     try:
-        # Some servers cut a text within a character.
-        return storable_value(json.loads(body.decode(json.detect_encoding(body), "replace")))
+        orjson.loads(body)
+        return body
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json_line(json.loads(body.decode(json.detect_encoding(body), "replace")))
     except (ValueError, RecursionError):
-        return _completion_of_stream(body)
+        completion = _completion_of_stream(body)
+        return body if completion is None else json_line(completion)
 
 
 def storable_value(value: Any) -> Any:
@@ -275,12 +283,12 @@ def storable_value(value: Any) -> Any:
     return json.loads(json_line(value))
 
 
-def _completion_of_stream(body: bytes) -> dict[str, Any]:
-    """The completion in a stream of server-sent events: some proxies stream although nobody requested it."""
+def _completion_of_stream(body: bytes) -> dict[str, Any] | None:
+    """The completion in a stream of server-sent events; None if it is none. Raises CallError."""
     lines = body.decode("utf-8", "replace").splitlines()
     events = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
     if not events or any(line and not line.startswith(("data:", "event:", "id:", "retry:", ":")) for line in lines):
-        raise CallError("the response is not JSON")
+        return None
     text, name, arguments, finish_reason = "", "", "", None
     usage: Any = None
     error: Any = None
@@ -308,16 +316,16 @@ def _completion_of_stream(body: bytes) -> dict[str, Any]:
     return {"choices": choices, "usage": usage, "error": error}
 
 
-def _text(message: dict[str, Any]) -> tuple[str, str]:
-    """The text, which can be the arguments of the verdict's tool call, and the problem."""
-    if refusal := message.get("refusal"):
-        return "", f"the judge refused: {str(refusal)[:300]}"
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = _dict(_dict(call).get("function"))
-        if function.get("name") == TOOL_NAME and isinstance(arguments := function.get("arguments"), str):
+def _text(message: Any) -> tuple[str, str]:
+    """The text of a ChatCompletionMessage, which can be the arguments of the verdict's tool call, and the problem."""
+    if message.refusal:
+        return "", f"the judge refused: {str(message.refusal)[:300]}"
+    for call in message.tool_calls or ():
+        function = getattr(call, "function", None)
+        name, arguments = getattr(function, "name", ""), getattr(function, "arguments", None)
+        if name == TOOL_NAME and isinstance(arguments, str):
             return arguments, ""
-    content = _content(message.get("content"))
+    content = _content(message.content)
     return (content, "") if content.strip() else ("", "the reply has no text")
 
 

@@ -12,10 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
+import httpx2
 import orjson
 from tenacity import RetryCallState
 
@@ -33,159 +35,31 @@ from flywheel.judge.chat_completions import (
     JudgeReply,
     ResponseFormat,
     is_rejection_of,
-    parse_response,
+    mended,
     part_of_param,
+    reply_of,
     request_parts,
     says_unsupported,
 )
+from flywheel.judge.limits import MODERATION, ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
-from flywheel.secrets import is_sendable, keys_in
+from flywheel.secrets import keys_in
 from flywheel.system.heartbeat import beat
 from flywheel.system.http_client import (
     NEVER,
     OPENAI_URL,
     CallError,
-    HttpAnswer,
-    ModelHttpClient,
-    ResponseTooLargeError,
+    authorization,
+    call_errors,
     endpoint_url,
-    is_http_url,
+    model_client,
+    post_chat,
     retrying,
 )
 
-DECREASE: Final = 0.5
-POLL_SECONDS: Final = 0.1
-"""How often a thread that waits for its turn checks whether to stop."""
-REJECTED_SECONDS: Final = 600.0
-"""How long a rejected key rests while others work: its account may be refilled."""
-THROTTLED_SECONDS: Final = 5.0
-"""How long a throttled key rests while others work."""
-MAX_REST_SECONDS: Final = 600.0
-"""Upper bound of a requested delay: a wrong header must not stop judging for a day."""
-
-
-@dataclass(slots=True)
-class RateLimiter:
-    """A rate per minute, or no limit. Turns are evenly spaced, which avoids bursts. Thread-safe."""
-
-    per_minute: int | None
-    clock: Callable[[], float] = time.monotonic
-    _free_at: float = float("-inf")
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def reserve(self, amount: float = 1.0) -> float:
-        """Take the next turn for this amount; returns the seconds to wait before using it."""
-        if not self.per_minute:
-            return 0.0
-        with self._lock:
-            now = self.clock()
-            turn = max(now, self._free_at)
-            self._free_at = turn + amount * 60.0 / self.per_minute
-            return turn - now
-
-    def correct(self, difference: float) -> None:
-        """Adjust a reservation: `difference` was used beyond it. Negative values give the rest back."""
-        if self.per_minute:
-            with self._lock:
-                self._free_at += difference * 60.0 / self.per_minute
-
-
-class ConcurrencyLimit:
-    """Adaptive limit on calls in flight, between 1 and `maximum`. Thread-safe.
-
-    Additive increase, multiplicative decrease (Chiu and Jain, 1989): a throttled call (429) halves the limit, a round
-    of answered calls raises it by one. Throttled calls that began before the last decrease do not count again.
-
-    `limit` is fractional; its whole part applies.
-    """
-
-    def __init__(self, maximum: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit = float(maximum)
-        self._maximum = maximum
-        self._in_flight = 0
-        self._decreased_at = float("-inf")
-        self._clock = clock
-        self._changed = threading.Condition()
-
-    def acquire(self, stop: threading.Event) -> float | None:
-        """Wait until a call may begin. Returns the time at which it begins, or None when `stop` is set."""
-        with self._changed:
-            while self._in_flight >= int(self.limit):
-                if stop.is_set():
-                    return None
-                self._changed.wait(POLL_SECONDS)
-            self._in_flight += 1
-            return self._clock()
-
-    def release(self, began: float, *, throttled: bool | None) -> None:
-        """The call that began at that time ended. `throttled` is None when its outcome says nothing about load."""
-        with self._changed:
-            self._in_flight -= 1
-            if throttled and began > self._decreased_at:
-                self.limit = max(1.0, self.limit * DECREASE)
-                self._decreased_at = self._clock()
-            elif throttled is False:
-                self.limit = min(float(self._maximum), self.limit + 1.0 / self.limit)
-            self._changed.notify_all()
-
-
-@dataclass(slots=True)
-class Key:
-    """One key. `place` is its position in the pool, from 1; `rejection` how the endpoint rejected it, if it did."""
-
-    place: int
-    secret: str = field(repr=False)
-    rests_until: float = 0.0
-    rejection: CallError | None = None
-
-
-@dataclass(slots=True)
-class KeyPool:
-    """Keys in turn, for example from "k1|k2". A key that was rejected or throttled rests. Thread-safe."""
-
-    keys: list[Key]
-    clock: Callable[[], float] = time.monotonic
-    _turn: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def take(self, stop: threading.Event, longest: float) -> Key:
-        """The next key that does not rest, after a wait of at most `longest` seconds for the first of them.
-
-        Raises CallError when the wait is longer, when `stop` is set, and when all keys were rejected.
-        """
-        while True:
-            with self._lock:
-                now = self.clock()
-                for key in self.keys[self._turn :] + self.keys[: self._turn]:
-                    if key.rests_until <= now:
-                        self._turn = key.place % len(self.keys)
-                        return key
-                wait = min(key.rests_until for key in self.keys) - now
-                if all(key.rejection for key in self.keys) and (last := self.keys[-1].rejection):
-                    raise CallError(f"{last}, and so for each of {len(self.keys)} keys", status=last.status)
-            beat(wait)
-            if wait > longest:
-                raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
-            if stop.wait(wait):
-                raise CallError("judging stops", final=True)
-
-    def throttle(self, key: Key, seconds: float | None) -> None:
-        """Let a throttled key rest, for `seconds` if the endpoint requested a delay."""
-        if seconds is None and len(self.keys) == 1:
-            return  # the retries back off
-        with self._lock:
-            rest = min(THROTTLED_SECONDS if seconds is None else seconds, MAX_REST_SECONDS)
-            key.rests_until = max(key.rests_until, self.clock() + rest)
-
-    def reject(self, key: Key, rejection: CallError) -> bool:
-        """Let a rejected key rest; returns whether another key was not rejected."""
-        with self._lock:
-            key.rejection = rejection
-            if len(self.keys) > 1:
-                key.rests_until = self.clock() + REJECTED_SECONDS
-            return any(not other.rejection for other in self.keys)
-
+if TYPE_CHECKING:
+    import openai
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +73,6 @@ UNDECIDED: Final = frozenset({0, 408, 429, 503})
 """Status codes that say nothing about what was sent; 0 is that of a timeout."""
 SHORT_QUESTION: Final[list[ChatMessage]] = [{"role": "user", "content": "Is 2 plus 2 equal to 4? Reply in JSON."}]
 """What is asked to find out whether a part of a request is supported."""
-KEY_REJECTED: Final = frozenset({401, 402, 403})
 HINTS: Final = {
     401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
     402: "Fill up the account of the key in the environment variable {key}, or set another {section}.base_url.",
@@ -212,19 +85,12 @@ REJECTED_HINT: Final = (
     "Check {section}.model, judge.response_format, judge.temperature and judge.max_tokens, and that"
     " {section}.base_url is the API's root."
 )
-MODERATION: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
-"""The endpoint rejects the text, in some cases with the status code of a wrong key."""
 THIS_CALL: Final = re.compile(
     rf"context|too (long|large|many)|maximum|length|exceed|token|{MODERATION.pattern}", re.I
 )
 """The endpoint rejects this exchange: its length or its content."""
 OUTPUT_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """The endpoint rejects the maximum length of a reply, whatever the exchange is."""
-INVALID_KEY: Final = re.compile(
-    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
-    re.I,
-)
-"""How some endpoints report a wrong key with status 400, where others answer 401."""
 COMPLETION_TOKENS: Final = 200.0
 """Expected tokens of a reply before any was received."""
 Outcome: TypeAlias = tuple[int, str]
@@ -421,13 +287,15 @@ class JudgeClient:
         if not self.capabilities.record(name, part, supported=False):
             return
         if part in MOVED:
-            log.info("%s does not support %s (%s): for a day it is sent otherwise", name, LABELS[part], error)
+            log.info(
+                "%s does not support %s (%s): for a day it is sent otherwise", name, LABELS.get(part, part), error
+            )
             return
         is_format = part not in (SEED, TEMPERATURE)
         setting = f"response_format: {self.capabilities.format(name)}" if is_format else f"omit: [{part}]"
         log.warning(
             "%s does not support %s (%s): for a day it is asked without. Set judge.%s to do so from the start.",
-            *(name, LABELS[part], error, setting),
+            *(name, LABELS.get(part, part), error, setting),
         )
 
     def close(self) -> None:
@@ -448,7 +316,7 @@ class JudgeEndpoint:
         self._mean_completion = COMPLETION_TOKENS
         self._warned_of_usage = False
         self._connecting = threading.Lock()
-        self._connection: tuple[KeyPool, ModelHttpClient] | None = None
+        self._connection: tuple[KeyPool, openai.OpenAI] | None = None
 
     def call(self, request: Mapping[str, Any], stop: threading.Event, most: int | None = None) -> JudgeReply:
         """The reply to one request, with at most so many attempts, by default as many as the settings allow.
@@ -486,16 +354,25 @@ class JudgeEndpoint:
             return None if error.status in UNDECIDED else (error.status, error.code)
         return ANSWERED
 
-    def model_listings(self) -> list[HttpAnswer]:
+    def model_listings(self) -> list[httpx2.Response]:
         """The responses to requests for its models, which cost nothing: without a key, and with each key.
 
         Raises JudgeError where none arrives.
         """
+        import openai
+
         keys, client = self._connect()
-        try:
-            return [client.get("/models", key) for key in ("", *(each.secret for each in keys.keys))]
-        except CallError as error:
-            raise self._unreachable(str(error)) from error
+        answers = []
+        for key in ("", *(each.secret for each in keys.keys)):
+            try:
+                with call_errors():
+                    headers = authorization(key)
+                    answers.append(client.get("/models", cast_to=httpx2.Response, options={"headers": headers}))
+            except CallError as error:
+                if not isinstance(error.__cause__, openai.APIStatusError):
+                    raise self._unreachable(str(error)) from error
+                answers.append(error.__cause__.response)
+        return answers
 
     def rejected(self, error: CallError) -> JudgeReply:
         """A call that the endpoint rejected. Raises JudgeError when every other call would be rejected too."""
@@ -511,31 +388,19 @@ class JudgeEndpoint:
         raise self._error(message, hint or REJECTED_HINT) from error
 
     def _attempt(self, request: Mapping[str, Any], stop: threading.Event) -> JudgeReply:
-        """One attempt, with as many keys as it takes to find one that works."""
-        body = orjson.dumps({"model": self.config.model, **request})
         keys, client = self._connect()
-        count = len(keys.keys)
-        for left in reversed(range(count)):
-            key = keys.take(stop, self._settings.timeout_seconds)
-            try:
-                return self._send(client, keys, key, body, stop)
-            except CallError as error:
-                is_rejected = error.status in KEY_REJECTED and not MODERATION.search(str(error))
-                if is_rejected and not keys.reject(key, error) and count > 1:
-                    raise CallError(f"{error}, and so for each of {count} keys", status=error.status) from error
-                if not left or not (is_rejected or error.status == 429):
-                    raise
-                log.warning("key %d of %d for %s rests: %s", key.place, count, self.config, error)
-        raise AssertionError("a pool has at least one key")
+        send = partial(self._send, client, request, stop)
+        return keys.attempt(send, stop, self._settings.timeout_seconds, str(self.config))
 
-    def _send(
-        self, client: ModelHttpClient, keys: KeyPool, key: Key, body: bytes, stop: threading.Event
-    ) -> JudgeReply:
+    def _send(self, client: openai.OpenAI, request: Mapping[str, Any], stop: threading.Event, key: Key) -> JudgeReply:
         """One request within the limits, which its outcome adjusts."""
+        from openai.types.chat import ChatCompletion
+
         began = self.concurrency.acquire(stop)
         if began is None:
             raise CallError("judging stops", final=True)
         throttled: bool | None = None
+        body = orjson.dumps({"model": self.config.model, **request})
         expected = len(body) / 4 + self._mean_completion
         try:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
@@ -544,25 +409,19 @@ class JudgeEndpoint:
                 raise CallError("judging stops", final=True)
             sent, outcome = time.monotonic(), "failed"
             try:
-                reply = parse_response(client.post("/chat/completions", body, key.secret).body)
+                with call_errors():
+                    reply = reply_of(post_chat(client, body, key.secret, ChatCompletion))
                 outcome = "answered"
-            except ResponseTooLargeError as error:
-                reply = JudgeReply("", str(error), is_final=True)
             except CallError as error:
                 self._tokens.correct(-expected)
-                if error.status == 429 or error.retry_after is not None:
-                    throttled = True
-                    keys.throttle(key, error.retry_after)
-                if error.status == 400 and INVALID_KEY.search(str(error)):
-                    error.status = 401
+                throttled = error.status == 429 or error.retry_after is not None or None
                 raise
             finally:
                 CALL_SECONDS.labels(self.config.section, outcome).observe(time.monotonic() - sent)
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)
-        key.rejection = None
-        if reply.has_usage:
+        if reply.prompt_tokens or reply.completion_tokens:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
             self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)
         elif not self._warned_of_usage:
@@ -570,28 +429,25 @@ class JudgeEndpoint:
             log.warning("%s does not report token usage: its tokens are counted as 0", self.config.base_url)
         return replace(reply, judge=str(self.config))
 
-    def _connect(self) -> tuple[KeyPool, ModelHttpClient]:
+    def _connect(self) -> tuple[KeyPool, openai.OpenAI]:
         """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""
         with self._connecting:
             if self._connection is None:
                 url, variable = self.config.base_url, self.config.api_key_env
-                if not is_http_url(url):
+                try:
+                    client = model_client(url, seconds=self._settings.timeout_seconds, mend=mended)
+                except ValueError as error:
                     hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
-                    raise self._error(f"its endpoint {url} is no URL", hint)
+                    raise self._error(str(error), hint) from error
                 keys = keys_in(os.environ.get(variable, ""))
                 if not keys and url != OPENAI_URL:
                     keys = ["none"]  # most self-hosted servers need no key; one that does will say so
-                if not keys or not all(map(is_sendable, keys)):
-                    problem = "contains characters that no key has" if keys else "is not set"
+                if not keys:
                     raise self._error(
-                        f"the environment variable {variable} with its key {problem}",
+                        f"the environment variable {variable} with its key is not set",
                         "Set it, or name another one in {section}.api_key_env, or another endpoint in "
                         "{section}.base_url.",
                     )
-                try:
-                    client = ModelHttpClient(url, timeout_seconds=self._settings.timeout_seconds)
-                except ValueError as error:
-                    raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
                 self._connection = KeyPool([Key(place, key) for place, key in enumerate(keys, start=1)]), client
             return self._connection
 

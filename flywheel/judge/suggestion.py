@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from flywheel.errors import CheckError, JudgeError
-from flywheel.judge.answer import UnreadableError, object_in
+from flywheel.judge.answer import UnreadableError, ask_for_object
 from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import LabelledReply
@@ -59,36 +60,22 @@ _CRITERIA: Final = {"type": "array", "items": strict_object(FIELDS)}
 RESPONSE_FORMAT: Final = strict_format("rubric", {"description": {"type": "string"}, "criteria": _CRITERIA})
 
 
-class _InvalidDraftError(ValueError):
-    """The message says what is wrong with the draft."""
-
-
 def draft(client: JudgeClient, labels: Sequence[LabelledReply], name: str, stop: threading.Event = NEVER) -> str:
     """The YAML of a rubric with this name. After an invalid draft the judge is told the problem and asked once more.
 
     Raises JudgeError when the second draft is invalid too, and when the judge cannot be asked.
     """
     examples = choose_examples(labels)
-    problem = ""
-    for _ in range(2):
-        reply = client.ask(
-            messages(examples, problem),
-            response_format=RESPONSE_FORMAT,
-            temperature=0.0,
-            max_tokens=MAX_TOKENS,
-            stop=stop,
-        )
-        try:
-            if reply.problem:
-                raise _InvalidDraftError(reply.problem)
-            return _rubric_file(parse_draft(reply.text), examples, name, len(labels))
-        except _InvalidDraftError as error:
-            problem = str(error)
-    raise JudgeError(
-        "draft a rubric",
-        f"the judge's draft is invalid, twice: {problem}",
-        "Try a more capable judge.model, or write the criteria by hand.",
-    )
+    ask = partial(client.ask, response_format=RESPONSE_FORMAT, temperature=0.0, max_tokens=MAX_TOKENS, stop=stop)
+    read = partial(_rubric_file, examples=examples, name=name, count=len(labels))
+    try:
+        return ask_for_object(ask, partial(messages, examples), read)
+    except UnreadableError as error:
+        raise JudgeError(
+            "draft a rubric",
+            f"the judge's draft is invalid, twice: {error}",
+            "Try a more capable judge.model, or write the criteria by hand.",
+        ) from error
 
 
 def choose_examples(labels: Sequence[LabelledReply]) -> list[LabelledReply]:
@@ -127,26 +114,17 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"
 
 
-def parse_draft(text: str) -> dict[str, Any]:
-    """The object in a reply, whatever is around it. Raises _InvalidDraftError."""
-    try:
-        found = object_in(text)
-    except UnreadableError:
-        found = {}
-    if not isinstance(found.get("criteria"), list):
-        raise _InvalidDraftError("it is no JSON object with `criteria`")
-    return found
-
-
 def _rubric_file(drafted: dict[str, Any], examples: Sequence[LabelledReply], name: str, count: int) -> str:
-    """The draft as a rubric file. Raises _InvalidDraftError with all problems."""
+    """The draft as a rubric file. Raises UnreadableError with all problems."""
+    if not isinstance(drafted.get("criteria"), list):
+        raise UnreadableError("it is no JSON object with `criteria`")
     criteria = [
         {key: value for key, value in each.items() if key in FIELDS} if isinstance(each, dict) else each
         for each in drafted["criteria"]
     ]
     # A draft must not name files or functions: nothing that a model writes is executed.
     if others := sorted({str(each.get("type")) for each in criteria if isinstance(each, dict)} - {*TYPES, "None"}):
-        raise _InvalidDraftError(f"{', '.join(others)} is none of {', '.join(TYPES)}")
+        raise UnreadableError(f"{', '.join(others)} is none of {', '.join(TYPES)}")
     raw = {
         "version": 1,
         "id": re.sub(r"[^\w-]+", "-", name).strip("-") or "suggested",
@@ -157,10 +135,10 @@ def _rubric_file(drafted: dict[str, Any], examples: Sequence[LabelledReply], nam
     body = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=110)
     read = validate(YamlDocument(body), Path())
     if read.rubric is None:
-        raise _InvalidDraftError("; ".join(problem.message for problem in read.problems))
+        raise UnreadableError("; ".join(problem.message for problem in read.problems))
     problems = [warning.message for warning in likely_mistakes(read)] or _contradictions(read.rubric, examples)
     if problems:
-        raise _InvalidDraftError("; ".join(problems))
+        raise UnreadableError("; ".join(problems))
     accepted = sum(label.accept for label in examples)
     return (
         "# yaml-language-server: $schema=rubric.schema.json\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -16,15 +17,13 @@ from msgspec import Meta, Struct
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.answer import UnreadableError, object_in
+from flywheel.judge.answer import UnreadableError, ask_for_object
 from flywheel.judge.chat_completions import JudgeReply, strict_format
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.prompt import BLOCK, escape, new_nonce
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Outcome, Verdict
 
-ATTEMPTS: Final = 2
-"""At a draft that can be read."""
 MAX_TOKENS: Final = 2048
 RULES: Final = """\
 Write one task for an AI agent from a passage of a document: a question, the right answer, and the quotes that support
@@ -76,8 +75,12 @@ class TaskWriter:
     unusable = None
 
     def __init__(self, client: JudgeClient, settings: JudgeSettings) -> None:
-        self._client = client
-        self._settings = settings
+        self._ask = partial(
+            client.ask,
+            response_format=RESPONSE_FORMAT,
+            temperature=settings.temperature or 0.0,
+            max_tokens=settings.max_tokens or MAX_TOKENS,
+        )
 
     def begin(self, assignment: Assignment, _earlier: Sequence[Verdict]) -> Assignment:
         """No part of it is free."""
@@ -89,22 +92,16 @@ class TaskWriter:
         Raises JudgeError (not retryable) when every other assignment would fail too.
         """
         replies: list[JudgeReply] = []
+
+        def ask(messages: list[ChatMessage]) -> JudgeReply:
+            replies.append(self._ask(messages, seed=assignment.number or None, stop=stop))
+            return replies[-1]
+
         draft, problem, unreachable = None, "", False
         try:
-            while draft is None and len(replies) < ATTEMPTS:
-                reply = self._client.ask(
-                    messages(assignment, problem),
-                    response_format=RESPONSE_FORMAT,
-                    temperature=self._settings.temperature or 0.0,
-                    max_tokens=self._settings.max_tokens or MAX_TOKENS,
-                    seed=assignment.number or None,
-                    stop=stop,
-                )
-                replies.append(reply)
-                try:
-                    draft = msgspec.convert(object_in(reply.text), Draft)
-                except (msgspec.ValidationError, UnreadableError) as error:
-                    problem = reply.problem or str(error)
+            draft = ask_for_object(ask, partial(messages, assignment), partial(msgspec.convert, type=Draft))
+        except UnreadableError as error:
+            problem = str(error)
         except JudgeError as error:
             if not error.retryable and not replies:
                 raise

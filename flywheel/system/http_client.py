@@ -1,8 +1,7 @@
 """HTTP clients that a server cannot exhaust: of each answer a limited size is read, within a total time.
 
-`BoundedClient` is for the event loop. `ModelHttpClient` is for threads and models (judge, embeddings, doctor):
-`openai`, whose calls share one client, but no connection: a pool of connections that many threads share scans all of
-them for every request. Keys and the meaning of a response belong to the callers.
+One `Transport` serves every client: those of models in threads, which are `openai`'s, and ours in an event loop. Keys
+and the meaning of a response belong to the callers.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ import os
 import ssl
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import certifi
 import httpcore2
 import httpx2
-import orjson
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -39,6 +37,10 @@ from tenacity import (
 from flywheel.secrets import is_sendable, masked_url, redact_secrets, register_secret, whole_url
 from flywheel.system.heartbeat import beat
 
+if TYPE_CHECKING:
+    import openai
+
+T = TypeVar("T", "openai.types.chat.ChatCompletion", httpx2.Response)
 MAX_ANSWER_BYTES: Final = 4 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
 """For zlib: detect the header."""
@@ -48,7 +50,125 @@ class AnswerTooLargeError(httpx2.RequestError):
     """An answer is larger than the limit. The rest of it was not read."""
 
 
-class Body:
+class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
+    """For an `httpx2.Client` that many threads share, or for an `httpx2.AsyncClient`.
+
+    The timeout of a request is the total time for it and its answer: one of httpx2 itself begins again with every
+    byte. The extension `max_bytes` of a request limits its answer; 0 reads the status and the headers alone. In
+    threads each request in flight has a connection of its own: a pool that they share scans all of its connections
+    for every request.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        proxies: bool,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        mend: Callable[[bytes], bytes] = bytes,
+    ) -> None:
+        """Args:
+            url: Root of what is asked.
+            proxies: Whether to use those of the environment. They are for the internet, not for our own servers.
+            max_bytes: Size limit of an answer to a request that has none.
+            mend: Corrects the body of a success.
+
+        Raises ValueError for a proxy that is not an HTTP proxy.
+        """
+        self._idle: deque[httpcore2.ConnectionPool] = deque()
+        self._proxy = _proxy_for(url) if proxies else None
+        # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
+        self._ssl_context = ssl_context() if url.lower().startswith("https:") else None
+        self._max_bytes = max_bytes
+        self._mend = mend
+        self._in_loop = httpx2.AsyncHTTPTransport(verify=self._ssl_context or False, proxy=self._proxy)
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        seconds, max_bytes = self._begin(request)
+        _thread.deadline = time.monotonic() + seconds
+        try:
+            pool = self._idle.pop()
+        except IndexError:
+            # A pool of one connection, which reconnects by itself.
+            make: Callable[..., httpcore2.ConnectionPool] = httpcore2.ConnectionPool
+            if self._proxy is not None:
+                make = partial(httpcore2.HTTPProxy, str(self._proxy.url), proxy_auth=self._proxy.raw_auth)
+            pool = make(ssl_context=self._ssl_context, max_connections=1, network_backend=_DeadlineBackend())
+        url = request.url
+        target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        try:
+            with pool.stream(request.method, target, headers=request.headers.raw, content=request.read()) as response:
+                headers = httpx2.Headers(response.headers)
+                body = _Body(headers, max_bytes)
+                for piece in response.iter_stream():
+                    body.add(piece)
+        except httpcore2.TimeoutException:
+            raise _late(seconds) from None
+        except httpx2.RequestError:
+            raise
+        except Exception as error:  # httpcore2's have no class in common
+            raise httpx2.TransportError(_root_cause(error)) from error
+        finally:
+            self._idle.append(pool)
+        return httpx2.Response(response.status, headers=headers, content=self._mend(bytes(body.content)))
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        seconds, max_bytes = self._begin(request)
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._in_loop.handle_async_request(request)
+                try:
+                    body = _Body(response.headers, max_bytes)
+                    if max_bytes:
+                        async for piece in response.aiter_raw():
+                            body.add(piece)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise _late(seconds) from None
+        content = self._mend(bytes(body.content))
+        return httpx2.Response(response.status_code, headers=response.headers, content=content)
+
+    def _begin(self, request: httpx2.Request) -> tuple[Any, int]:
+        """Seconds and bytes for a request."""
+        # A compressed body could expand to far more than the bytes that were read.
+        request.headers["accept-encoding"] = "identity"
+        seconds = request.extensions["timeout"]["read"]
+        beat(seconds or 0.0)
+        return seconds, request.extensions.get("max_bytes", self._max_bytes)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    __del__ = close
+    """Not every owner closes its client."""
+
+    async def aclose(self) -> None:
+        await self._in_loop.aclose()
+
+
+def _late(seconds: float) -> httpx2.ReadTimeout:
+    return httpx2.ReadTimeout(f"no complete response within {seconds:g} s")
+
+
+def _proxy_for(url: str) -> httpx2.Proxy | None:
+    """The proxy that the environment names for a URL. Raises ValueError for one that is not an HTTP proxy."""
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    proxies = {} if proxy_bypass(host) else getproxies()
+    if not (named := proxies.get(scheme) or proxies.get("all")):
+        return None
+    if password := urlsplit(named).password:
+        register_secret(password)
+    proxy = httpx2.Proxy(named if "://" in named else f"http://{named}")
+    if proxy.url.scheme not in ("http", "https"):
+        raise ValueError(
+            f"the proxy {proxy.url} from the environment is not an HTTP proxy: correct HTTPS_PROXY and HTTP_PROXY"
+        )
+    return proxy
+
+
+class _Body:
     """The body of a response up to `max_bytes`, while it is read. Removes the encoding from the headers."""
 
     def __init__(self, headers: httpx2.Headers, max_bytes: int) -> None:
@@ -59,50 +179,59 @@ class Body:
         self.content = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Raises AnswerTooLargeError and zlib.error."""
-        self.content += self._unpack.decompress(piece, self._max_bytes + 1) if self._unpack else piece
+        """Raises AnswerTooLargeError and DecodingError."""
+        try:
+            self.content += self._unpack.decompress(piece, self._max_bytes + 1) if self._unpack else piece
+        except zlib.error as error:
+            raise httpx2.DecodingError(str(error)) from error
         if len(self.content) > self._max_bytes:
             raise AnswerTooLargeError(f"the response is larger than {self._max_bytes >> 20} MiB")
 
 
-class BoundedClient(httpx2.AsyncClient):
-    """An `httpx2.AsyncClient` that follows no redirects. Every `timeout` is the total time of a request, and the
-    extension `max_bytes` of a request limits its answer; 0 reads the status and the headers alone.
+_thread = threading.local()
+"""`deadline`: when the request in this thread ends."""
 
-    A timeout of httpx2 itself begins again with every byte, and an answer is read and unpacked to its end.
+
+def _seconds_left() -> float:
+    """Raises TimeoutException when no time is left."""
+    if (left := _thread.deadline - time.monotonic()) <= 0:
+        raise httpcore2.ReadTimeout
+    return float(left)
+
+
+class _DeadlineBackend(httpcore2.SyncBackend):
+    """Opens connections on which every wait ends at the deadline.
+
+    A socket's timeout restarts with every byte. A server that sends one byte now and then, in its headers or before
+    them, would never reach it.
     """
 
-    def __init__(
-        self, url: str, *, seconds: float | None, headers: Mapping[str, str] | None = None, trust_env: bool = False
-    ) -> None:
-        """The proxies of the environment (`trust_env`) are for the internet, not for our own servers."""
-        # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
-        verify = ssl_context() if url.lower().startswith("https:") else False
-        url = whole_url(url)
-        super().__init__(base_url=url, headers=headers, timeout=seconds, trust_env=trust_env, verify=verify)
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
+    ) -> httpcore2.NetworkStream:
+        return _DeadlineStream(super().connect_tcp(host, port, _seconds_left(), *args, **options))
 
-    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        request.headers["accept-encoding"] = "identity"
-        seconds = request.extensions["timeout"]["read"]
-        beat(seconds or 0.0)
-        max_bytes = request.extensions.get("max_bytes", MAX_ANSWER_BYTES)
-        try:
-            async with asyncio.timeout(seconds):
-                response = await super().send(request, **{**options, "stream": True})
-                try:
-                    body = Body(response.headers, max_bytes)
-                    if max_bytes:
-                        async for piece in response.aiter_raw():
-                            body.add(piece)
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise httpx2.ReadTimeout(f"no complete response within {seconds:g} s", request=request) from None
-        except zlib.error as error:
-            raise httpx2.DecodingError(str(error), request=request) from error
-        return httpx2.Response(
-            response.status_code, headers=response.headers, content=bytes(body.content), request=request
-        )
+
+@dataclass(slots=True)
+class _DeadlineStream(httpcore2.NetworkStream):
+    _stream: httpcore2.NetworkStream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _seconds_left())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _seconds_left())
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, _seconds_left()))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
 
 
 @cache
@@ -116,236 +245,125 @@ def ssl_context() -> ssl.SSLContext:
     return context
 
 
+def async_client(
+    url: str, *, seconds: float | httpx2.Timeout, headers: Mapping[str, str] | None = None, proxies: bool = False
+) -> httpx2.AsyncClient:
+    """A client of a `Transport`, which follows no redirects. Raises ValueError as the transport does."""
+    transport = Transport(url, proxies=proxies)
+    return httpx2.AsyncClient(
+        base_url=whole_url(url), headers=headers, timeout=seconds, trust_env=False, transport=transport
+    )
+
+
+def model_client(
+    url: str,
+    *,
+    seconds: float,
+    max_bytes: int = MAX_ANSWER_BYTES,
+    mend: Callable[[bytes], bytes] = redact_secrets,
+) -> openai.OpenAI:
+    """A client of a `Transport` for threads, which follows no redirects. `authorization` is a header of each call.
+    Raises ValueError for what is no URL, and as the transport does."""
+    if not is_http_url(url):
+        raise ValueError(f"its endpoint {url} is no URL")
+    # Imported here: what asks no model needs 30 MB less.
+    import openai
+
+    transport = Transport(url, proxies=True, max_bytes=max_bytes, mend=mend)
+    return openai.OpenAI(
+        api_key="none",
+        base_url=whole_url(url),
+        timeout=seconds,
+        max_retries=0,  # its caller retries and counts
+        default_headers={"user-agent": "flywheel"},
+        http_client=httpx2.Client(transport=transport, trust_env=False),
+    )
+
+
+def authorization(key: str) -> dict[str, Any]:
+    """The header with a key, or without a key the absence of one. Raises CallError for a key that cannot be sent."""
+    import openai
+
+    register_secret(key)
+    if not is_sendable(key):
+        raise CallError("its key cannot be sent: a character beyond ASCII or a line end is in it", status=401)
+    return {"authorization": f"Bearer {key}" if key else openai.Omit()}
+
+
 OPENAI_URL: Final = "https://api.openai.com/v1"
 NEVER: Final = threading.Event()
 """A stop event that is never set."""
-HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
-"""A compressed body could expand to far more than the bytes that were read."""
-
-
 RETRYABLE: Final = frozenset({408, 409, 429})
 
 
+@dataclass(eq=False)
 class CallError(Exception):
     """A call without a usable response. The message contains no key.
 
     Attributes:
-        status: Status code of the response; 0 when none came.
+        status: Status code of the response; 0 when none came, and 413 for one that is too large.
         code, param: What the response says of its error in fields of these names; else empty.
         retry_after: Delay that the endpoint requested, in seconds.
-        retryable: Whether the same call may succeed in a moment.
+        final: No retry, whatever the status is.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 0,
-        code: str = "",
-        param: str = "",
-        retry_after: float | None = None,
-        final: bool = False,
-    ) -> None:
-        """`final` excludes a retry whatever the status is."""
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after = retry_after
-        self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
+    message: str
+    status: int = 0
+    code: str = ""
+    param: str = ""
+    retry_after: float | None = None
+    final: bool = False
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed in a moment."""
+        return not self.final and (self.status == 0 or self.status in RETRYABLE or self.status >= 500)
 
 
-class ResponseTooLargeError(CallError):
-    """The response body exceeds the size limit."""
+def post_chat(client: openai.OpenAI, body: bytes, key: str, cast_to: type[T]) -> T:
+    """What `client.chat.completions.create` does, without its pass over the types of the request: that takes as long
+    as the rest of it, in which no other thread runs. Raises CallError."""
+    headers = {**authorization(key), "content-type": "application/json"}
+    with call_errors():
+        return client.post("/chat/completions", cast_to=cast_to, content=body, options={"headers": headers})
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """A response with its body. Header names are in lower case. Known secrets are removed from the body."""
+@contextmanager
+def call_errors() -> Iterator[None]:
+    """Makes a CallError of whatever `openai` raises, and of what the reading of an odd body raises."""
+    import openai
 
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-class ModelHttpClient:
-    """Sends requests to one endpoint over connections that stay open. Thread-safe."""
-
-    def __init__(self, url: str, *, timeout_seconds: float, max_bytes: int = MAX_ANSWER_BYTES) -> None:
-        """Args:
-            url: Root of the API.
-            timeout_seconds: Total time for a request and its response, connecting included.
-            max_bytes: Size limit of a response body.
-
-        Raises ValueError for a proxy in the environment that cannot be used.
-        """
-        # Imported here: what asks no model needs 30 MB less.
-        import openai
-
-        transport = _BoundedTransport(url, timeout_seconds, max_bytes)
-        # A redirect would send the key to another host. The proxies of the environment are the transport's.
-        http = httpx2.Client(transport=transport, follow_redirects=False, trust_env=False)
-        # Each request brings its key; its caller retries and counts.
-        self._client = openai.OpenAI(api_key="none", base_url=whole_url(url), max_retries=0, http_client=http)
-        # Runs also when the owner is collected without a call of `close`.
-        self.close = weakref.finalize(self, http.close)
-
-    def post(self, path: str, body: bytes, key: str) -> HttpAnswer:
-        """Send JSON to `path` below the root. Raises CallError, also for a response that is no success."""
-        answer = self._send(partial(self._client.post, content=body), path, key)
-        if 200 <= answer.status < 300:
-            return answer
-        error = _error_of(answer)
-        message, code = error.get("message", error), error.get("code")
-        # An account without credit, for which others answer 402: no delay helps.
-        is_out_of_quota = answer.status == 429 and "insufficient_quota" in (error.get("type"), code)
-        raise CallError(
-            f"it answered {answer.status} ({' '.join(str(message).split())[:300]})",
-            status=402 if is_out_of_quota else answer.status,
-            code=str(code or ""),
-            param=str(error.get("param") or ""),
-            retry_after=parse_retry_after(answer.headers.get("retry-after", "")),
-        )
-
-    def get(self, path: str, key: str = "") -> HttpAnswer:
-        """Send no authorization without a key. Raises CallError without a response."""
-        return self._send(self._client.get, path, key)
-
-    def _send(self, method: Callable[..., httpx2.Response], path: str, key: str) -> HttpAnswer:
-        import openai
-
-        register_secret(key)
-        if not is_sendable(key):
-            raise CallError("its key cannot be sent: a character beyond ASCII or a line end is in it", status=401)
-        headers = {**HEADERS, "authorization": f"Bearer {key}" if key else openai.Omit()}
-        if method is not self._client.get:
-            headers["content-type"] = "application/json"
-        try:
-            response = method(path, cast_to=httpx2.Response, options={"headers": headers})
-        except openai.APIStatusError as error:
-            response = error.response
-        return HttpAnswer(response.status_code, response.headers, redact_secrets(response.content))
-
-
-class _BoundedTransport(httpx2.BaseTransport):
-    """Reads every response up to a deadline and a size. Each request in flight has a connection of its own."""
-
-    def __init__(self, url: str, seconds: float, max_bytes: int) -> None:
-        """Raises ValueError for a proxy in the environment that is not an HTTP proxy."""
-        scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
-        self._seconds = seconds
-        self._max_bytes = max_bytes
-        self._ssl_context = ssl_context() if scheme == "https" else None
-        self._idle: deque[tuple[httpcore2.ConnectionPool, _DeadlineBackend]] = deque()
-        self._proxy: httpx2.Proxy | None = None
-        proxies = {} if proxy_bypass(host) else getproxies()
-        if proxy := proxies.get(scheme) or proxies.get("all"):
-            if password := urlsplit(proxy).password:
-                register_secret(password)
-            self._proxy = httpx2.Proxy(proxy if "://" in proxy else f"http://{proxy}")
-            if (used := self._proxy.url).scheme not in ("http", "https"):
-                raise ValueError(f"the proxy {used} from the environment cannot be used: it is not an HTTP proxy")
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        try:
-            connection, backend = self._idle.pop()
-        except IndexError:
-            # A pool of one connection, which reconnects by itself.
-            backend = _DeadlineBackend()
-            make: Callable[..., httpcore2.ConnectionPool] = httpcore2.ConnectionPool
-            if self._proxy is not None:
-                make = partial(httpcore2.HTTPProxy, str(self._proxy.url), proxy_auth=self._proxy.raw_auth)
-            connection = make(ssl_context=self._ssl_context, max_connections=1, network_backend=backend)
-        beat(self._seconds)
-        backend.deadline = time.monotonic() + self._seconds
-        url = request.url
-        target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-        try:
-            with connection.stream(
-                request.method, target, headers=request.headers.raw, content=request.read()
-            ) as response:
-                headers = httpx2.Headers(response.headers)
-                body = Body(headers, self._max_bytes)
-                for piece in response.iter_stream():
-                    body.add(piece)
-        except AnswerTooLargeError as error:
-            raise ResponseTooLargeError(str(error), final=True) from None
-        except httpcore2.TimeoutException as error:
-            raise CallError(f"no complete response within {self._seconds:g} s") from error
-        except (*_FAILURES, OSError, ValueError, zlib.error) as error:
-            raise CallError(redact_secrets(_root_cause(error))) from error
-        finally:
-            self._idle.append((connection, backend))
-        return httpx2.Response(response.status, headers=headers, content=bytes(body.content), request=request)
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop()[0].close()
-
-
-_FAILURES: Final = (
-    httpcore2.NetworkError,
-    httpcore2.ProtocolError,
-    httpcore2.ProxyError,
-    httpcore2.UnsupportedProtocol,
-)
-
-
-class _DeadlineBackend(httpcore2.SyncBackend):
-    """Opens connections on which every wait ends at the deadline.
-
-    A socket's timeout restarts with every byte. A server that sends one byte now and then, in its headers or before
-    them, would never reach it.
-    """
-
-    deadline = 0.0
-
-    def seconds_left(self) -> float:
-        """Raises TimeoutException when no time is left."""
-        if (left := self.deadline - time.monotonic()) <= 0:
-            raise httpcore2.ReadTimeout
-        return left
-
-    def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
-    ) -> httpcore2.NetworkStream:
-        return _DeadlineStream(super().connect_tcp(host, port, self.seconds_left(), *args, **options), self)
-
-
-@dataclass(slots=True)
-class _DeadlineStream(httpcore2.NetworkStream):
-    _stream: httpcore2.NetworkStream
-    _backend: _DeadlineBackend
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, self._backend.seconds_left())
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, self._backend.seconds_left())
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore2.NetworkStream:
-        encrypted = self._stream.start_tls(ssl_context, server_hostname, self._backend.seconds_left())
-        return _DeadlineStream(encrypted, self._backend)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
-
-
-def _error_of(answer: HttpAnswer) -> dict[str, Any]:
-    """The error object of an unsuccessful response; what is no object is its `message`."""
-    if location := answer.headers.get("location"):
-        return {"message": f"redirect to {redact_secrets(location)[:200]}"}
     try:
-        body = orjson.loads(answer.body)
-        error = body.get("error", body) if isinstance(body, dict) else body
-    except orjson.JSONDecodeError:
-        error = answer.body[:2000].decode("utf-8", "replace")
-    return error if isinstance(error, dict) else {"message": error}
+        yield
+    except openai.APIStatusError as error:
+        raise _error_of_status(error) from error
+    except openai.APIConnectionError as error:
+        status = 413 if isinstance(error.__cause__, AnswerTooLargeError) else 0
+        raise CallError(redact_secrets(str(error.__cause__)), status) from error
+    except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CallError(f"the response cannot be read: {_in_line(redact_secrets(str(error)))}") from error
+
+
+def _in_line(message: object) -> str:
+    return " ".join(str(message)[:2000].encode("utf-8", "replace").decode().split())[:300]
+
+
+def _error_of_status(error: openai.APIStatusError) -> CallError:
+    status, headers, body = error.status_code, error.response.headers, error.body
+    message = body.get("message", body) if isinstance(body, dict) else body
+    if location := headers.get("location"):
+        message = f"redirect to {redact_secrets(location)[:200]}"
+    return CallError(
+        f"it answered {status} ({_in_line(message)})",
+        # An account without credit, for which others answer 402: no delay helps.
+        status=402 if status == 429 and "insufficient_quota" in (error.type, error.code) else status,
+        code=str(error.code or ""),
+        param=str(error.param or ""),
+        retry_after=parse_retry_after(headers.get("retry-after", "")),
+    )
 
 
 def retrying(

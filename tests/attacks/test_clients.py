@@ -24,9 +24,10 @@ from flywheel.serving.client.replica_client import Replica
 from flywheel.system.http_client import (
     MAX_ANSWER_BYTES,
     AnswerTooLargeError,
-    BoundedClient,
     CallError,
-    ModelHttpClient,
+    async_client,
+    call_errors,
+    model_client,
 )
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -140,7 +141,7 @@ async def get(url: str, seconds: float = SECONDS) -> None:
     """One request, which takes little memory."""
     tracemalloc.start()
     try:
-        async with BoundedClient(url, seconds=seconds) as client:
+        async with async_client(url, seconds=seconds) as client:
             await client.get("/")
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -172,7 +173,7 @@ async def test_the_time_is_that_of_the_whole_answer(play: Play) -> None:
 @pytest.mark.parametrize(("play", "body"), READ.values(), ids=READ)
 async def test_what_was_not_asked_for_is_not_unpacked_or_followed(play: Play, body: bytes) -> None:
     with Server(play) as server:
-        async with BoundedClient(server.url, seconds=SECONDS) as client:
+        async with async_client(server.url, seconds=SECONDS) as client:
             assert (await client.get("/")).content == body
 
 
@@ -197,9 +198,9 @@ async def test_only_the_status_of_a_webhook_is_read(play: Play, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["a body without an end", "chunks", "gzip", "headers without an end", "too short"])
 async def test_the_clients_of_judges_read_as_little(name: str) -> None:
     with Server({**TOO_LARGE, **BROKEN}[name]) as server:
-        client = ModelHttpClient(server.url, timeout_seconds=SECONDS)
-        with pytest.raises(CallError):
-            await asyncio.to_thread(client.post, "/chat/completions", b"{}", "key")
+        client = model_client(server.url, seconds=SECONDS)
+        with pytest.raises(CallError), call_errors():
+            await asyncio.to_thread(client.chat.completions.create, model="m", messages=[])
         client.close()
     assert server.sent < 16 * MAX_ANSWER_BYTES
 

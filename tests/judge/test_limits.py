@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flywheel.config import JudgeBudget
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
-from flywheel.judge.client import (
+from flywheel.judge.limits import (
     MAX_REST_SECONDS,
     REJECTED_SECONDS,
     THROTTLED_SECONDS,
@@ -472,3 +472,15 @@ def test_usage_that_no_call_can_have_is_not_believed(make: Make) -> None:
         verdict = make(judge).grade(GOOD)
     assert verdict.outcome is Outcome.ACCEPTED
     assert (verdict.prompt_tokens, verdict.completion_tokens) == (MAX_TOKEN_COUNT, MAX_TOKEN_COUNT)
+
+
+def test_a_wrong_key_with_status_400_is_one_and_the_next_is_taken() -> None:
+    pool = KeyPool([Key(1, "one"), Key(2, "two")])
+
+    def call(key: Key) -> str:
+        if key.secret == "one":
+            raise CallError("Incorrect API key provided", status=400)
+        return key.secret
+
+    assert [pool.attempt(call, NEVER, 0.0, "m at u") for _ in range(3)] == ["two"] * 3
+    assert pool.keys[0].rejection is not None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-import orjson
+import httpx2
 
 from flywheel.cli.doctor import Finding, Result
 from flywheel.config import Config, JudgeSettings
@@ -20,7 +20,6 @@ from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge.answer import UnreadableError, object_in
 from flywheel.judge.chat_completions import AUTOMATIC, JudgeReply, ResponseFormat, strict_format
 from flywheel.judge.client import (
-    KEY_REJECTED,
     SHORT_QUESTION,
     EndpointConfig,
     JudgeClient,
@@ -29,9 +28,9 @@ from flywheel.judge.client import (
     settings_for,
 )
 from flywheel.judge.filters.chain import Chain, chain_of
+from flywheel.judge.limits import KEY_REJECTED
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
-from flywheel.system.http_client import HttpAnswer
 from flywheel.system.terminal import quantity
 
 TIMEOUT_SECONDS: Final = 10.0
@@ -120,21 +119,23 @@ def _listed(who: EndpointConfig, settings: JudgeSettings) -> Finding:
     return Finding(who.section, *_models(who, without_key, by_key), str(who))
 
 
-def _models(who: EndpointConfig, without_key: HttpAnswer, by_key: list[HttpAnswer]) -> tuple[Result, str, str]:
+def _models(
+    who: EndpointConfig, without_key: httpx2.Response, by_key: list[httpx2.Response]
+) -> tuple[Result, str, str]:
     answer, key = by_key[0], f"${who.api_key_env}"
     has_key = bool(os.environ.get(who.api_key_env, "").strip())
-    if refused := [number for number, reply in enumerate(by_key, start=1) if reply.status in KEY_REJECTED]:
+    if refused := [number for number, reply in enumerate(by_key, start=1) if reply.status_code in KEY_REJECTED]:
         text = f"it refuses the key in {key}" if has_key else f"it requires a key, and {key} is not set"
         if len(by_key) > 1:
             text = f"it refuses key {', '.join(map(str, refused))} of {len(by_key)} in {key}"
         result = Result.FAILED if len(refused) == len(by_key) else Result.WARNING
         remedy = f"Put the right key into {who.api_key_env} ({who.section}.api_key_env names it)."
-        return result, f"{text} (HTTP {by_key[refused[0] - 1].status})", remedy
+        return result, f"{text} (HTTP {by_key[refused[0] - 1].status_code})", remedy
     try:
-        models = [str(card["id"]) for card in orjson.loads(answer.body)["data"]]
-    except (ValueError, KeyError, TypeError):
-        text = f"it lists no models (HTTP {answer.status}), so it may not have {who.model}"
-        result = Result.FAILED if answer.status >= 500 else Result.WARNING
+        models = [str(card["id"]) for card in answer.json()["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = f"it lists no models (HTTP {answer.status_code}), so it may not have {who.model}"
+        result = Result.FAILED if answer.status_code >= 500 else Result.WARNING
         return result, text, f"Check that {who.section}.base_url is the API's root, often /v1. {_ASK}"
     if who.model not in models:
         more = f" and {len(models) - LISTED} more" if len(models) > LISTED else ""
@@ -142,7 +143,7 @@ def _models(who: EndpointConfig, without_key: HttpAnswer, by_key: list[HttpAnswe
         return Result.FAILED, text, f"Correct {who.section}.model. If it accepts names that it does not list: {_ASK}"
     text = "it requires no key"
     if has_key:
-        is_checked = without_key.status in KEY_REJECTED
+        is_checked = without_key.status_code in KEY_REJECTED
         text = f"the key in {key} is accepted" if is_checked else f"whether it accepts the key in {key} is not known"
     return Result.OK, f"it answers and lists {who.model}; {text}", ""
 

@@ -21,7 +21,7 @@ from flywheel.judge.rubric.checks.math_equal import boxes
 from flywheel.records.program_run import RunResult
 from flywheel.records.trace import get_path
 from flywheel.sources.calls.parsing import error_in, events
-from flywheel.system.http_client import BoundedClient
+from flywheel.system.http_client import async_client
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.system.terminal import quantity
 from flywheel.system.web_server import BackgroundServer, bound_socket
@@ -191,8 +191,7 @@ class _Proxy:
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Generating may take long.
-        self._http = BoundedClient(self._server_url, seconds=None, headers=headers)
-        self._http.timeout = httpx2.Timeout(None, connect=10)
+        self._http = async_client(self._server_url, seconds=httpx2.Timeout(None, connect=10), headers=headers)
 
     async def __aenter__(self) -> _Proxy:
         methods = ["GET", "POST", "PUT", "DELETE"]

@@ -20,7 +20,7 @@ from flywheel.serving.alias_target import AliasTarget, ShownAliases, Split, vers
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
-from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
+from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, async_client
 
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:
@@ -156,7 +156,7 @@ class Replica:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._seconds = timeout_seconds
-        self._http = BoundedClient(self.url, seconds=timeout_seconds, headers=headers)
+        self._http = async_client(self.url, seconds=timeout_seconds, headers=headers)
 
     async def __aenter__(self) -> Self:
         return self

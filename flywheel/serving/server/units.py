@@ -88,7 +88,7 @@ def _key(scope: Scope, credential: str, body: Mapping[str, msgspec.Raw]) -> tupl
         value = header(scope, name).strip()
         if 0 < len(value) <= MAX_HEADER_BYTES:
             return kind, [value]
-    texts = (credential, short_text(body.get(USER, _NOTHING)), _question(body))
+    texts = (credential, _raw(body, USER), _question(body))
     # Bodies may hold halves of surrogate pairs.
     return "fallback", [text.encode("utf-8", "surrogatepass") for text in texts]
 
@@ -96,8 +96,7 @@ def _key(scope: Scope, credential: str, body: Mapping[str, msgspec.Raw]) -> tupl
 def _question(body: Mapping[str, msgspec.Raw]) -> str:
     """The JSON of the first message of the user, in one form, or of the text that stands for the messages."""
     name = next((name for name in QUESTIONS if name in body), "")
-    # The server refuses what is no UTF-8.
-    text = bytes(body.get(name, _NOTHING)).decode("utf-8", "surrogateescape")
+    text = _raw(body, name)
     if name not in LISTS or text[:1] != "[":
         return text
     try:
@@ -111,6 +110,12 @@ def _question(body: Mapping[str, msgspec.Raw]) -> str:
     except (ValueError, RecursionError):
         pass  # The end of the list, or the server refuses the body.
     return ""
+
+
+def _raw(body: Mapping[str, msgspec.Raw], name: str) -> str:
+    """The JSON of a member, empty without it."""
+    # The server refuses what is no UTF-8.
+    return bytes(body.get(name, _NOTHING)).decode("utf-8", "surrogateescape")
 
 
 def short_text(raw: msgspec.Raw) -> str:

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import httpx2
+
 from flywheel.errors import EndpointError, FlywheelError
 from flywheel.judge.answer import REASONING_END
 from flywheel.records.trace import get_path
-from flywheel.system.http_client import CallError, ModelHttpClient, retrying
+from flywheel.system.http_client import CallError, model_client, post_chat, retrying
 from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
@@ -76,14 +78,17 @@ class RemoteApplication:
     context = 0
 
     def __init__(self, model: RemoteModel, *, seconds: float) -> None:
-        """A call may take so many seconds."""
+        """A call may take so many seconds. Raises EndpointError for a proxy that is no HTTP proxy."""
         self.usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self.failure: EndpointError | None = None
         self._model, self._seconds = model, seconds
-        self._client = ModelHttpClient(model.base_url, timeout_seconds=seconds)
+        try:
+            self._client = model_client(model.base_url, seconds=seconds)
+        except ValueError as error:
+            raise EndpointError(f"ask {model}", str(error), REFUSALS[404]) from error
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._open = self._failures = 0
+        self._failures = 0
         self._has_answered = False
 
     async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
@@ -92,25 +97,11 @@ class RemoteApplication:
         if limits.tokens is not None:
             asked["max_tokens"] = limits.tokens
         asked = {"model": self._model.model, **asked, "stream": False}
-        return await in_daemon_thread(partial(self._ask, json.dumps(asked).encode()))
+        return await in_daemon_thread(partial(self._answer, json.dumps(asked).encode()))
 
     def close(self) -> None:
-        """Make no further attempt. Connections are closed when calls in flight have ended."""
+        """Make no further attempt. Connections are closed when nothing holds the client any more."""
         self._stop.set()
-        self._count_open(0)
-
-    def _count_open(self, more: int) -> None:
-        with self._lock:
-            self._open += more
-            if self._stop.is_set() and not self._open:
-                self._client.close()
-
-    def _ask(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        self._count_open(+1)
-        try:
-            return self._answer(body)
-        finally:
-            self._count_open(-1)
 
     def _answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
         attempts = retrying(ATTEMPTS, self._seconds, self._stop)
@@ -127,7 +118,8 @@ class RemoteApplication:
         return 200, found
 
     def _attempt(self, body: bytes) -> dict[str, Any]:
-        return _in_form_of_vllm(self._client.post("/chat/completions", body, self._model.api_key).body)
+        answer = post_chat(self._client, body, self._model.api_key, httpx2.Response)
+        return _in_form_of_vllm(answer.content)
 
     def _count_failure(self, error: CallError) -> None:
         with self._lock:
