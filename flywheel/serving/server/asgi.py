@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from flywheel.serving.server.units import MEMBERS
+from flywheel.serving.server.version_assignment import MEMBERS
 from flywheel.system.server_limits import (
     RETRY_SECONDS,
     App,

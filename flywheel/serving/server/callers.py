@@ -10,7 +10,7 @@ import msgspec
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES, RECORD_HEADER, forms_of, refuses_recording
 from flywheel.serving import routes
 from flywheel.serving.server.asgi import members
-from flywheel.serving.server.units import METADATA, USER, short_text
+from flywheel.serving.server.version_assignment import METADATA, USER, short_text
 from flywheel.system.server_limits import Scope, header
 
 

@@ -45,7 +45,7 @@ from flywheel.serving.server.call_recorder import CallRecorder, credential_of, r
 from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
 from flywheel.serving.server.sent_adapters import LIMIT, SECONDS, SentAdapters
-from flywheel.serving.server.units import Assignment, assign
+from flywheel.serving.server.version_assignment import Assignment, assign
 from flywheel.system.server_limits import (
     App,
     Limited,

@@ -16,10 +16,10 @@ from flywheel.records.request_id import new_request_id
 from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.serving.server import middleware as middleware_module
-from flywheel.serving.server import units
+from flywheel.serving.server import version_assignment
 from flywheel.serving.server.asgi import MAX_DEPTH
 from flywheel.serving.server.middleware import AliasMiddleware
-from flywheel.serving.server.units import MAX_MESSAGES
+from flywheel.serving.server.version_assignment import MAX_MESSAGES
 from flywheel.system.server_limits import Message, Receive, Scope, Send
 from tests.serving.fake_vllm import BASE, answer, with_middleware
 
@@ -329,7 +329,7 @@ def test_messages_are_read_up_to_the_first_of_the_user() -> None:
     later = [{"role": "assistant", "content": [{"type": "text", "text": "y"}] * 100}] * 100
 
     def read(messages: list[dict[str, Any]], **headers: str) -> int:
-        with mock.patch.object(units, "_value", wraps=units._value) as value:
+        with mock.patch.object(version_assignment, "_value", wraps=version_assignment._value) as value:
             server.ask({"messages": messages}, **headers)
         return value.call_count
 
