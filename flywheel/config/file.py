@@ -67,6 +67,8 @@ TRAINING_SECTIONS: Final = frozenset({"model", "targets", "trigger", "training",
 """A configuration that has none of them only judges."""
 MAX_SOURCES: Final = 256
 MAX_TARGETS: Final = 64
+DATA_SETS: Final = "datasets"
+"""The folder of the copies of data sets, in the directory of the state."""
 
 
 class StateSettings(Section):
@@ -353,10 +355,6 @@ def source_at(config: Config, file: Path) -> Path | None:
             if path == str(target) or (isinstance(source, JsonlSource) and path in folders):
                 return source.path
     return None
-
-
-DATA_SETS: Final = "datasets"
-"""The folder of the copies of data sets, in the directory of the state."""
 
 
 def default_state_dir() -> Path:

@@ -17,6 +17,21 @@ from flywheel.errors import ConfigError
 PAGE: Final = "flywheel docs sage"
 ROOTS: Final = ("ajet", "astuner")
 """The roots of configurations of AgentJet and ASTuner."""
+PPO: Final = (
+    "PPO is no part of TRL's stable API, and trains a model of values beside the policy, which takes as much memory"
+    " again. `grpo` compares rollouts of one prompt instead"
+)
+FEW: Final = "a round has tens to hundreds of replies: with fewer of them per step it takes more steps"
+GROUP: Final = (
+    "groups with fewer than 4 rewards are dropped, so that a single undecided reward would drop a group of 4; and the"
+    " rewards of 8 rollouts differ more often"
+)
+ENDS: Final = "a round writes its adapter at its end, and the gate decides whether it is used"
+LAYOUT: Final = "the model's own chat template, as the server renders it, is the only format"
+CLASSES: Final = "classes are by structure, not by words, and have other names"
+STAGES: Final = "a round has the stages that are listed, and always ends at the gate"
+STAGE_OF: Final = {"dpo_config": "dpo", "grpo_config": "grpo", "ppo_config": "ppo"}
+ALGORITHMS: Final = ("dpo", "grpo", "ppo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +47,6 @@ class Option:
     only: tuple[Any, ...] = ()
     """The values that are possible, of an option without a key."""
 
-
-PPO: Final = (
-    "PPO is no part of TRL's stable API, and trains a model of values beside the policy, which takes as much memory"
-    " again. `grpo` compares rollouts of one prompt instead"
-)
-FEW: Final = "a round has tens to hundreds of replies: with fewer of them per step it takes more steps"
-GROUP: Final = (
-    "groups with fewer than 4 rewards are dropped, so that a single undecided reward would drop a group of 4; and the"
-    " rewards of 8 rollouts differ more often"
-)
-ENDS: Final = "a round writes its adapter at its end, and the gate decides whether it is used"
-LAYOUT: Final = "the model's own chat template, as the server renders it, is the only format"
-CLASSES: Final = "classes are by structure, not by words, and have other names"
-STAGES: Final = "a round has the stages that are listed, and always ends at the gate"
 
 READ: Final[Mapping[str, Option]] = {
     "algorithm": Option(
@@ -175,8 +176,6 @@ TRAINER_COMMON: Final[Mapping[str, Option]] = {
     ),
 }
 """The options of ASTuner and AgentJet in `trainer_common` that are read."""
-STAGE_OF: Final = {"dpo_config": "dpo", "grpo_config": "grpo", "ppo_config": "ppo"}
-ALGORITHMS: Final = ("dpo", "grpo", "ppo")
 
 
 def from_sage(raw: Mapping[str, Any], sections: Collection[str], name: str) -> Mapping[str, Any]:

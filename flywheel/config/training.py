@@ -27,6 +27,31 @@ from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
 
 log = logging.getLogger(__name__)
+UNTRAINABLE: Final = {
+    "lm_head": "log-probabilities are computed from the output layer's own weights, which would leave it untrained",
+    "embed_tokens": "vLLM takes such adapters for some models only, and each step would write the whole layer",
+}
+"""Layers that cannot have an adapter.
+
+vLLM 0.32 takes adapters of all linear layers, and of those that the model's class names (`embedding_modules`): of
+`lm_head` and `embed_tokens` for Qwen and Llama, of neither for Mistral. But TRL refuses one on `lm_head`. PEFT writes
+the base layer's weights beside an adapter on `embed_tokens`, and on a CPU vLLM adds it to requests for the base model
+of the same batch.
+"""
+POOL: Final = 4
+"""Candidates of a choice by loss, as a multiple of its size."""
+SAGE_CLASSES: Final[Mapping[str, TaskClass]] = {
+    "tool_selection": TaskClass.ONE_TOOL,
+    "multi_step_planning": TaskClass.SEVERAL_TOOLS,
+    "timing_decision": TaskClass.NO_TOOLS,
+    "tool_retrieval": TaskClass.ONE_TOOL,
+}
+"""The nearest class of each of SAGE's, which are found by words of the question."""
+TRACKER_PACKAGES: Final[Mapping[str, str]] = {
+    "tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio",
+}  # fmt: skip
+"""Experiment trackers, and the package that each needs. The other names of `Tracker` change nothing."""
+ANSWERS: Final = 600
 
 
 def _crontab(text: str) -> str:
@@ -43,19 +68,6 @@ def _target_modules(value: object) -> object:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("it must be a list of names, one regular expression, or `all-linear`")
     return value
-
-
-UNTRAINABLE: Final = {
-    "lm_head": "log-probabilities are computed from the output layer's own weights, which would leave it untrained",
-    "embed_tokens": "vLLM takes such adapters for some models only, and each step would write the whole layer",
-}
-"""Layers that cannot have an adapter.
-
-vLLM 0.32 takes adapters of all linear layers, and of those that the model's class names (`embedding_modules`): of
-`lm_head` and `embed_tokens` for Qwen and Llama, of neither for Mistral. But TRL refuses one on `lm_head`. PEFT writes
-the base layer's weights beside an adapter on `embed_tokens`, and on a CPU vLLM adds it to requests for the base model
-of the same batch.
-"""
 
 
 def _are_trainable(value: str | list[str]) -> str | list[str]:
@@ -217,10 +229,6 @@ class DpoSettings(Section):
         return self
 
 
-POOL: Final = 4
-"""Candidates of a choice by loss, as a multiple of its size."""
-
-
 class CoresetSettings(Section):
     """A selection of the free samples for a round; no text twice while there are others."""
 
@@ -252,15 +260,6 @@ class ReplaySettings(Section):
     """Replayed tasks for each new one."""
     buffer: int = Field(default=4096, gt=0)
     """The tasks among which they are drawn: so many of the last promoted rounds."""
-
-
-SAGE_CLASSES: Final[Mapping[str, TaskClass]] = {
-    "tool_selection": TaskClass.ONE_TOOL,
-    "multi_step_planning": TaskClass.SEVERAL_TOOLS,
-    "timing_decision": TaskClass.NO_TOOLS,
-    "tool_retrieval": TaskClass.ONE_TOOL,
-}
-"""The nearest class of each of SAGE's, which are found by words of the question."""
 
 
 def _task_weights(given: object) -> object:
@@ -416,10 +415,6 @@ class TrainingSettings(Section):
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "console", "none"]
-TRACKER_PACKAGES: Final[Mapping[str, str]] = {
-    "tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio",
-}  # fmt: skip
-"""Experiment trackers, and the package that each needs. The other names of `Tracker` change nothing."""
 
 
 class TrackingSettings(Section):
@@ -653,7 +648,6 @@ class RolloutSettings(Section):
         return math.ceil(round(prompts_per_step * self.oversample, 6))
 
 
-ANSWERS: Final = 600
 FEWEST_ANSWERS, MOST_ANSWERS = 3, 8
 """Number of answers per adapter, and bounds per task, if `samples` is not set."""
 

@@ -50,6 +50,22 @@ IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""
 CHECKS_PER_RELEASE: Final = 240
 """While the daemon stays idle, memory is released again after so many checks: full scans use memory too."""
+log = logging.getLogger(__name__)
+RETRY_SECONDS = stages.RETRY_SECONDS
+ERASURE_SECONDS = 60.0
+"""How often an unfinished erasure is tried again."""
+PURGE_SECONDS = 5.0
+"""How long a purge waits for readers; it is tried again."""
+REQUEST_SECONDS = 1.0
+"""How often requests of people are looked for."""
+NOTICE_SECONDS = 2.0
+"""How often new events are looked for."""
+DELIVERY_SECONDS = 120.0
+"""How long `run --once` sends notices to one target, or scores."""
+PRUNE_SECONDS = 6 * 3600.0
+FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
+SPARE_SECONDS = 15.0
+"""Time for the last steps of a stop, beside the waits for judge calls, worker and swap."""
 
 
 class MemoryRelease:
@@ -67,25 +83,6 @@ class MemoryRelease:
         if self._idle_checks % CHECKS_PER_RELEASE == IDLE_CHECKS:
             await self._store.release_memory()
             await asyncio.to_thread(trim_malloc)
-
-
-log = logging.getLogger(__name__)
-
-RETRY_SECONDS = stages.RETRY_SECONDS
-ERASURE_SECONDS = 60.0
-"""How often an unfinished erasure is tried again."""
-PURGE_SECONDS = 5.0
-"""How long a purge waits for readers; it is tried again."""
-REQUEST_SECONDS = 1.0
-"""How often requests of people are looked for."""
-NOTICE_SECONDS = 2.0
-"""How often new events are looked for."""
-DELIVERY_SECONDS = 120.0
-"""How long `run --once` sends notices to one target, or scores."""
-PRUNE_SECONDS = 6 * 3600.0
-FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
-SPARE_SECONDS = 15.0
-"""Time for the last steps of a stop, beside the waits for judge calls, worker and swap."""
 
 
 class Service:

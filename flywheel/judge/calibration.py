@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 RESAMPLES: Final = 9999
 SEED: Final = 0
+WORST: Final = 10
+"""How many disagreements are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,6 @@ def agreement_json(people: Sequence[bool], judge: Sequence[bool]) -> dict[str, A
         "kappa": asdict(kappa_of(table)),
         "confusion": table.rows,
     }
-
-
-WORST: Final = 10
-"""How many disagreements are reported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,22 @@ from flywheel.system.http_client import CallError
 DAY_SECONDS: Final = 86_400.0
 TOOL_NAME: Final = "verdict"
 """The function that a judge calls to give its verdict, where the format is a tool call."""
+SEED: Final = "seed"
+TEMPERATURE: Final = "temperature"
+"""Reasoning models reject every temperature but their default."""
+MAX_TOKENS: Final = "max_tokens"
+"""Newer OpenAI models require `max_completion_tokens` instead."""
+SYSTEM: Final = "system"
+"""The role: chat templates of some open-weight models have none."""
+MOVED: Final = (MAX_TOKENS, SYSTEM)
+"""What is sent in another place where it is refused."""
+_UNKNOWN: Final = r"(?:un(?:support|recogni|known|expect)|n['o]t (?:support|permit|allow|accept)|extra|deprecated)"
+_PARAMETER: Final = r"{unknown}.*\b{name}\b|\b{name}\b.*{unknown}{more}"
+"""A rejection of the parameter itself, and not of its value."""
+MAX_TOKEN_COUNT: Final = 100_000_000
+"""No call uses more tokens: higher counts are cut to this."""
+REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
+"""Status codes about the key, the account or the model: every other call would get them too."""
 
 
 class ResponseFormat(StrEnum):
@@ -40,15 +56,6 @@ class ResponseFormat(StrEnum):
 AUTOMATIC: Final = (ResponseFormat.SCHEMA, ResponseFormat.TOOL, ResponseFormat.TEXT)
 """The formats that are tried where none is set. JSON mode is none of them: under it some models never end."""
 
-SEED: Final = "seed"
-TEMPERATURE: Final = "temperature"
-"""Reasoning models reject every temperature but their default."""
-MAX_TOKENS: Final = "max_tokens"
-"""Newer OpenAI models require `max_completion_tokens` instead."""
-SYSTEM: Final = "system"
-"""The role: chat templates of some open-weight models have none."""
-MOVED: Final = (MAX_TOKENS, SYSTEM)
-"""What is sent in another place where it is refused."""
 FIELDS: Final = {
     ResponseFormat.SCHEMA.value: ("response_format",),
     ResponseFormat.TOOL.value: ("tools", "tool_choice"),
@@ -63,9 +70,6 @@ LABELS: Final = {
     SYSTEM: "system message",
 }
 
-_UNKNOWN: Final = r"(?:un(?:support|recogni|known|expect)|n['o]t (?:support|permit|allow|accept)|extra|deprecated)"
-_PARAMETER: Final = r"{unknown}.*\b{name}\b|\b{name}\b.*{unknown}{more}"
-"""A rejection of the parameter itself, and not of its value."""
 _REJECTIONS: Final = {
     ResponseFormat.SCHEMA.value: r"response_?format|json_?\s?schema|structured|guided|grammar|schema",
     ResponseFormat.TOOL.value: r"\btools?\b|tool_choice|tool-call|function",
@@ -195,10 +199,6 @@ class EndpointCapabilities:
 
 KNOWN: Final = EndpointCapabilities()
 """What this process knows."""
-MAX_TOKEN_COUNT: Final = 100_000_000
-"""No call uses more tokens: higher counts are cut to this."""
-REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
-"""Status codes about the key, the account or the model: every other call would get them too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ ALLOWANCE_FILE: Final = "allowance.json"
 IN_FLIGHT_FILE: Final = "calls-in-flight"
 _SLOT: Final = struct.Struct("<3q8x")
 """Day (ordinal), calls and prompt tokens. The size divides that of a page: a slot is written whole or not at all."""
+MOST_STEP: Final = timedelta(hours=24)
+"""A clock that steps back by less than this stays in the later day."""
 
 
 class Purpose(StrEnum):
@@ -55,10 +57,6 @@ class Used:
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
-
-
-MOST_STEP: Final = timedelta(hours=24)
-"""A clock that steps back by less than this stays in the later day."""
 
 
 class BudgetClock:

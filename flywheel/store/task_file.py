@@ -52,6 +52,20 @@ from flywheel.system.files import (
 _KEY: Final = b'{"task_id":"'
 _BEGINNING_OF_A_TASK: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
 _REST: Final = b'","main_query":"'
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+PAGE_BYTES: Final = 4 * 1024 * 1024
+"""Lines that are written at once; a longer line is written alone."""
+_WRITTEN: Final = case(
+    (tasks.c.state != literal_column(f"'{TaskState.ERASED.value}'"), cast(tasks.c.payload, LargeBinary))
+)
+_TASKS: Final = select(tasks.c.id, tasks.c.key, _WRITTEN).order_by(tasks.c.id)
+_UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
+_EXPORTED_TO: Final = "exported_to"
+_FILE: Final = "task_file"
+_BEGINNING: Final = 40
+"""First bytes by which files are distinguished: they contain the id of the first task."""
 
 
 def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
@@ -235,24 +249,6 @@ def _short(qa_hash: object) -> int | None:
         return int(qa_hash[:16], 16) if isinstance(qa_hash, str) else None
     except ValueError:
         return None
-
-
-log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-PAGE_BYTES: Final = 4 * 1024 * 1024
-"""Lines that are written at once; a longer line is written alone."""
-_WRITTEN: Final = case(
-    (tasks.c.state != literal_column(f"'{TaskState.ERASED.value}'"), cast(tasks.c.payload, LargeBinary))
-)
-_TASKS: Final = select(tasks.c.id, tasks.c.key, _WRITTEN).order_by(tasks.c.id)
-_UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
-_EXPORTED_TO: Final = "exported_to"
-_FILE: Final = "task_file"
-_BEGINNING: Final = 40
-"""First bytes by which files are distinguished: they contain the id of the first task."""
 
 
 class _TaskRow(NamedTuple):

@@ -28,6 +28,11 @@ PIPE_SECONDS: Final = 10.0
 """Within this time, whoever writes a pipe must have written all of it."""
 PRIVATE: Final = 0o600
 """Readable by this user only: such files hold what users said."""
+_BLOCK: Final = 1 << 20
+SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
+"""Folders that users edit; `flywheel init` copies them."""
+DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
+"""Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
 
 
 def make_private(directory: Path) -> None:
@@ -241,9 +246,6 @@ def last_lines(file: BinaryIO, count: int) -> Iterator[bytes]:
         yield file.readline()
 
 
-_BLOCK: Final = 1 << 20
-
-
 def torn_line(file: BinaryIO) -> bytes:
     """The incomplete last line of a file; empty if the file ends with a newline."""
     file.seek(_end_of_lines(file))
@@ -312,13 +314,6 @@ def remembered_tree_sha256(directory: Path) -> str:
 @functools.lru_cache(maxsize=64)
 def _remembered(directory: Path, _files: tuple[tuple[str, int, int, int], ...]) -> str:
     return tree_sha256(directory)
-
-
-SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
-"""Folders that users edit; `flywheel init` copies them."""
-
-DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
-"""Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
 
 
 def shipped_folder() -> Path:

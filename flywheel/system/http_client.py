@@ -44,6 +44,10 @@ T = TypeVar("T", "openai.types.chat.ChatCompletion", httpx2.Response)
 MAX_ANSWER_BYTES: Final = 4 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
 """For zlib: detect the header."""
+OPENAI_URL: Final = "https://api.openai.com/v1"
+NEVER: Final = threading.Event()
+"""A stop event that is never set."""
+RETRYABLE: Final = frozenset({408, 409, 429})
 
 
 class AnswerTooLargeError(httpx2.RequestError):
@@ -288,12 +292,6 @@ def authorization(key: str) -> dict[str, Any]:
     if not is_sendable(key):
         raise CallError("its key cannot be sent: a character beyond ASCII or a line end is in it", status=401)
     return {"authorization": f"Bearer {key}" if key else openai.Omit()}
-
-
-OPENAI_URL: Final = "https://api.openai.com/v1"
-NEVER: Final = threading.Event()
-"""A stop event that is never set."""
-RETRYABLE: Final = frozenset({408, 409, 429})
 
 
 @dataclass(eq=False)

@@ -23,6 +23,8 @@ LOG_SECONDS: Final = 60.0
 """Shortest time between two warnings of the same kind that clients cause."""
 _logged: Final[dict[str, float]] = {}
 """When each message was logged last."""
+_PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
+"""Priorities of syslog(3) by the lowest level that they stand for."""
 
 
 def log_rarely(log: logging.Logger, message: str, *values: object) -> None:
@@ -71,10 +73,6 @@ class _JournalLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = next(number for least, number in _PRIORITIES if record.levelno >= least)
         return "\n".join(f"<{level}>{line}" for line in self._lines.format(record).split("\n"))
-
-
-_PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
-"""Priorities of syslog(3) by the lowest level that they stand for."""
 
 
 def setup(level: str = "INFO", *, as_json: bool = False) -> None:

@@ -25,6 +25,8 @@ T = TypeVar("T")
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SLACK_SECONDS: Final = 2.0
 """Time to store what is finished when the drain time is over."""
+POLL_SECONDS: Final = 0.5
+"""Between two looks of a worker for signals."""
 
 
 def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, call: Callable[[], object]) -> None:
@@ -161,10 +163,6 @@ class StopSignals:
         await stopping
         task.cancel()
         await asyncio.wait((task,))
-
-
-POLL_SECONDS: Final = 0.5
-"""Between two looks of a worker for signals."""
 
 
 class Stopped(BaseException):

@@ -17,6 +17,48 @@ from pydantic.json_schema import SkipJsonSchema
 from flywheel.errors import ConfigError
 from flywheel.system.files import read_given
 
+MAX_VALUES: Final = 100_000
+"""Values of a document, where an alias and a merge (`<<`) count as what they stand for."""
+MAX_DEPTH: Final = 64
+"""How deep values may be nested, through aliases as well."""
+MAX_NUMBER: Final = 100
+"""Characters of a number. Python takes as long as it likes for a number in base 60 (`1:30:00`)."""
+_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+MAX_PROBLEMS: Final = 50
+"""Problems of a file that are named; each is looked for in all of it."""
+_SYNONYMS: Final = {"rank": "r"}
+"""Names under which users look for a key that is spelt quite differently."""
+_SHOWN_TEXTS: Final = ("int_parsing", "float_parsing", "bool_parsing", "literal_error", "enum")
+MAX_SHOWN: Final = 40
+"""Characters of a wrong value that a message quotes."""
+_RULES: Final = {
+    "missing": "it is required",
+    "literal_error": "it must be {expected}",
+    "enum": "it must be {expected}",
+    "finite_number": "it must be a finite number",
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be {le} or less",
+    "too_short": "it must have {min_length} or more items",
+    "too_long": "it must have {max_length} or fewer items",
+    "string_too_short": "it must have {min_length} or more characters",
+    "string_too_long": "it must have {max_length} or fewer characters",
+    "invalid_key": "a key must be a text",
+    "path_type": "it must be a path",
+    "string_type": "it must be a text",
+    "int_parsing_size": "it must be a smaller number",
+    "int": "it must be a whole number",
+    "float": "it must be a number",
+    "bool": "it must be true or false",
+    "list": "it must be a list",
+    "tuple": "it must be a list",
+    "model": "it must be a mapping of keys to values",
+    "dict": "it must be a mapping of keys to values",
+    "none_required": "it must be null",
+}
+"""What the program requires, by pydantic's error type or its first word; its messages are about Python."""
+
 
 class Position(NamedTuple):
     """Line and column, counted from 1."""
@@ -27,13 +69,6 @@ class Position(NamedTuple):
 
 START: Final = Position(1, 1)
 KeyPath = tuple[int | str, ...]
-MAX_VALUES: Final = 100_000
-"""Values of a document, where an alias and a merge (`<<`) count as what they stand for."""
-MAX_DEPTH: Final = 64
-"""How deep values may be nested, through aliases as well."""
-MAX_NUMBER: Final = 100
-"""Characters of a number. Python takes as long as it likes for a number in base 60 (`1:30:00`)."""
-_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class LimitError(yaml.MarkedYAMLError):
@@ -259,12 +294,6 @@ def explain(
     return "; ".join(problems)
 
 
-MAX_PROBLEMS: Final = 50
-"""Problems of a file that are named; each is looked for in all of it."""
-_SYNONYMS: Final = {"rank": "r"}
-"""Names under which users look for a key that is spelt quite differently."""
-
-
 def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
     """One problem of a ValidationError, as its `errors` lists them. Suggests a similar key for an unknown one."""
     location, known, of_another = _locate(model, item["loc"])
@@ -301,38 +330,6 @@ def _problem(item: dict[str, Any]) -> str:
     given = "null" if value is None else str(value)
     shown = f", not `{given}`" if is_shown and len(given) <= MAX_SHOWN else ""
     return rule.format(**limits) + shown
-
-
-_SHOWN_TEXTS: Final = ("int_parsing", "float_parsing", "bool_parsing", "literal_error", "enum")
-MAX_SHOWN: Final = 40
-"""Characters of a wrong value that a message quotes."""
-_RULES: Final = {
-    "missing": "it is required",
-    "literal_error": "it must be {expected}",
-    "enum": "it must be {expected}",
-    "finite_number": "it must be a finite number",
-    "greater_than": "it must be above {gt}",
-    "greater_than_equal": "it must be {ge} or more",
-    "less_than": "it must be below {lt}",
-    "less_than_equal": "it must be {le} or less",
-    "too_short": "it must have {min_length} or more items",
-    "too_long": "it must have {max_length} or fewer items",
-    "string_too_short": "it must have {min_length} or more characters",
-    "string_too_long": "it must have {max_length} or fewer characters",
-    "invalid_key": "a key must be a text",
-    "path_type": "it must be a path",
-    "string_type": "it must be a text",
-    "int_parsing_size": "it must be a smaller number",
-    "int": "it must be a whole number",
-    "float": "it must be a number",
-    "bool": "it must be true or false",
-    "list": "it must be a list",
-    "tuple": "it must be a list",
-    "model": "it must be a mapping of keys to values",
-    "dict": "it must be a mapping of keys to values",
-    "none_required": "it must be null",
-}
-"""What the program requires, by pydantic's error type or its first word; its messages are about Python."""
 
 
 def path_of(item: dict[str, Any], model: type[BaseModel]) -> KeyPath:

@@ -30,6 +30,13 @@ from flywheel.store.rounds import Old
 from flywheel.system.files import write_json
 from flywheel.system.lock import swap_lock
 
+log = logging.getLogger(__name__)
+STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE, SELECTION_FILE})
+"""Specification (without its tasks, which are in the state), measurements and result of a round."""
+WITHOUT_TASKS: Final[Mapping[str, object]] = {"train": [], "held_out": [], "suites": [], "pool": None}
+ASIDE: Final = f".{ADAPTER_DIR}.removed"
+"""An adapter that is being removed."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrunedLog:
@@ -57,15 +64,6 @@ def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
                 size = log.live_bytes()
             done.append(PrunedLog(path, calls, size, max(0, size - max_bytes)))
     return done
-
-
-log = logging.getLogger(__name__)
-
-STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE, SELECTION_FILE})
-"""Specification (without its tasks, which are in the state), measurements and result of a round."""
-WITHOUT_TASKS: Final[Mapping[str, object]] = {"train": [], "held_out": [], "suites": [], "pool": None}
-ASIDE: Final = f".{ADAPTER_DIR}.removed"
-"""An adapter that is being removed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,14 @@ from flywheel.training.data.round_directory import END_FILE, clear, version_of
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
 
+log = logging.getLogger(__name__)
+REPORTED: Final = 10
+"""How many of the last rounds are looked at for decisions that trackers do not have."""
+WATCH_SECONDS = 1.0
+"""How often the progress of a running round is read."""
+LOG_SECONDS: Final = 60.0
+"""How often steps and rollouts are logged. A new phase, a pause and its end are logged at once."""
+
 
 def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | None:
     """The tokens that may still be used, and the reason once there are none; None without a limit.
@@ -123,12 +131,6 @@ class RoundUsage:
         if run_left is None or run_left > 0:
             return ""
         return f"judge.budget.tokens_per_run ({self._limits.tokens_per_run:,}) is spent"
-
-
-log = logging.getLogger(__name__)
-
-REPORTED: Final = 10
-"""How many of the last rounds are looked at for decisions that trackers do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,12 +634,6 @@ def _end_other_version(name: str, directory: Path) -> None:
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:
     rounds.store_result(conn, round_id, result)
     move(conn, round_id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
-
-
-WATCH_SECONDS = 1.0
-"""How often the progress of a running round is read."""
-LOG_SECONDS: Final = 60.0
-"""How often steps and rollouts are logged. A new phase, a pause and its end are logged at once."""
 
 
 class WorkerWatch:

@@ -47,6 +47,19 @@ _ADDRESS: Final = re.compile(r"\b\w{1,20}://\S+|(?<!\S)[^\s@]{1,256}@[^\s@]+\.\w
 _NUMBER: Final = re.compile(r"\d+(?:[.,:]\d+)*")
 _NAME: Final = re.compile(r"(?<=[\w,;)] )(?!I['’])(?:[A-Z][\w'’]*\w)(?: [A-Z][\w'’]*\w)*")
 """Capitalised words inside a sentence."""
+MAX_CHARACTERS: Final = 8000
+"""Characters of a text that are sent: embedding models take a few thousand tokens."""
+PLAIN_TEXT: Final = "a"
+"""A text that every embedding model takes."""
+MAX_VECTOR_BYTES: Final = 1 << 20
+"""Upper bound of one vector as JSON."""
+TEXT_ERRORS: Final = frozenset({400, 413, 422})
+HINTS: Final = {
+    401: "Put the right key into {key} (or into deduplication's api_key).",
+    402: "Fill up the account of the key in {key} (or in deduplication's api_key).",
+    403: "Use a key with access to this model.",
+    404: "Check deduplication's model and base_url.",
+}
 
 
 def template(query: str) -> str:
@@ -120,21 +133,6 @@ def fingerprint(line: Mapping[str, Any], threshold: float, target: str = "") -> 
 
 def _hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
-
-
-MAX_CHARACTERS: Final = 8000
-"""Characters of a text that are sent: embedding models take a few thousand tokens."""
-PLAIN_TEXT: Final = "a"
-"""A text that every embedding model takes."""
-MAX_VECTOR_BYTES: Final = 1 << 20
-"""Upper bound of one vector as JSON."""
-TEXT_ERRORS: Final = frozenset({400, 413, 422})
-HINTS: Final = {
-    401: "Put the right key into {key} (or into deduplication's api_key).",
-    402: "Fill up the account of the key in {key} (or in deduplication's api_key).",
-    403: "Use a key with access to this model.",
-    404: "Check deduplication's model and base_url.",
-}
 
 
 class Embedder:

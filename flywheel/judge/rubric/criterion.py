@@ -26,6 +26,7 @@ from flywheel.records.verdict import Exchange
 
 YES_NO: Final = ("no", "yes")
 A_TEXT: Final = {"type": "string", "pattern": r"\S"}
+_NAMES: Final = {"anyOf": [A_TEXT, {"type": "array", "items": A_TEXT, "minItems": 1}]}
 
 
 def invalid(message: str, *path: str | int, pos: int | None = None) -> PydanticCustomError:
@@ -76,7 +77,6 @@ def _check_empty(value: Any) -> None:
     raise ValueError("it is not used by this type; leave it out")
 
 
-_NAMES: Final = {"anyOf": [A_TEXT, {"type": "array", "items": A_TEXT, "minItems": 1}]}
 Text = Annotated[str, checked(_check_text), WithJsonSchema(A_TEXT)]
 Pattern = Annotated[str, checked(_check_pattern), WithJsonSchema({**A_TEXT, "format": "regex"})]
 Tools = Annotated[str | list[str], checked(_check_names), WithJsonSchema(_NAMES)]

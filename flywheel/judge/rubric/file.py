@@ -29,6 +29,17 @@ from flywheel.system.yaml_file import START, Position, YamlDocument, explain, ex
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
 _MAX_REPORTED: Final = 200
 """Problems that are reported; each is looked for in all of the file."""
+_ESCAPES: Final = {
+    "\0": "0", "\a": "a", "\b": "b", "\x1b": "e", "\f": "f", "\v": "v", "\x85": "N", "\u2028": "L", "\u2029": "P",
+}  # fmt: skip
+"""Characters that YAML reads for a backslash and a letter in double quotes; tabs and line ends may be intended."""
+_CONTROL_CHARACTER: Final = re.compile(f"[{re.escape(''.join(_ESCAPES))}]")
+_LATEX_COMMAND: Final = re.compile(
+    r"(?<!\\)(?:\\\\)*(?P<command>\\(?:boxed|begin|beta|binom|bmod|bullet|fbox|frac|forall|dfrac|delta|dots|neq|nabla|right"
+    r"|rightarrow|rangle|rho|sqrt|sigma|subset|text|textbf|textit|textrm|times|theta|vec|varphi|alpha|approx|angle|wedge"
+    r"|Delta|Sigma))(?![A-Za-z])"
+)
+"""LaTeX commands whose backslash and first letter mean something else in a regular expression."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -230,19 +241,6 @@ def _extreme(criterion: Criterion, *, best: bool) -> float:
 
 def _reasons(failed: list[CriterionResult]) -> str:
     return "; ".join(f"{result.criterion} says: {result.reason}" for result in failed)
-
-
-_ESCAPES: Final = {
-    "\0": "0", "\a": "a", "\b": "b", "\x1b": "e", "\f": "f", "\v": "v", "\x85": "N", "\u2028": "L", "\u2029": "P",
-}  # fmt: skip
-"""Characters that YAML reads for a backslash and a letter in double quotes; tabs and line ends may be intended."""
-_CONTROL_CHARACTER: Final = re.compile(f"[{re.escape(''.join(_ESCAPES))}]")
-_LATEX_COMMAND: Final = re.compile(
-    r"(?<!\\)(?:\\\\)*(?P<command>\\(?:boxed|begin|beta|binom|bmod|bullet|fbox|frac|forall|dfrac|delta|dots|neq|nabla|right"
-    r"|rightarrow|rangle|rho|sqrt|sigma|subset|text|textbf|textit|textrm|times|theta|vec|varphi|alpha|approx|angle|wedge"
-    r"|Delta|Sigma))(?![A-Za-z])"
-)
-"""LaTeX commands whose backslash and first letter mean something else in a regular expression."""
 
 
 def likely_mistakes(file: RubricFile) -> list[Problem]:

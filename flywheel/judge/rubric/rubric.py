@@ -31,6 +31,11 @@ MODEL_TYPE: Final = "llm-rubric"
 MAX_CRITERIA: Final = 256
 MAX_EXAMPLES: Final = 1000
 SAME_ID: Final = "criteria have the same id"
+FLAT_ID: Final = "custom_rubrics"
+FLAT_CHOICES: Final = ("BAD", "GOOD")
+"""Id and choices of the criterion that AgentJet's flat text becomes."""
+ALIEN: Final = "alien"
+"""The judge model of the configuration, which is not the trained model."""
 
 
 def _with_type(criterion: Any) -> Any:
@@ -55,12 +60,6 @@ KINDS: Final[Mapping[str, type[Criterion]]] = MappingProxyType(
 """The models of criteria by type."""
 CRITERION: Final[TypeAdapter[Criterion]] = TypeAdapter(AnyCriterion)
 """Validates a criterion by its type."""
-
-FLAT_ID: Final = "custom_rubrics"
-FLAT_CHOICES: Final = ("BAD", "GOOD")
-"""Id and choices of the criterion that AgentJet's flat text becomes."""
-ALIEN: Final = "alien"
-"""The judge model of the configuration, which is not the trained model."""
 
 
 class Escalation(Part):

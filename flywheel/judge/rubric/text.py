@@ -21,6 +21,20 @@ _MAY_BE_COSTLY: Final = re.compile(r"\{\d|.{1000}", re.DOTALL)
 """Patterns that repeat a number of times, which are written out when compiled, and long ones."""
 _INVISIBLE: Final = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800]|[^\s\P{Cc}]")
 """Zero-width and other characters that show nothing; white space is none of them."""
+_FENCED: Final = re.compile(
+    r"^[ \t]{0,3}(`{3,}+|~{3,}+)[^\n]*+\n(.*?)(?:^[ \t]{0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+_TABLE: Final = re.compile(r"^[ \t]*[|│┃┌├└╔╠╚+].*$", re.MULTILINE)
+_INDENTED: Final = re.compile(r"^(?: {4,}+|\t)(?![ \t]*+[-*+•\d]).*$", re.MULTILINE)
+_INLINE: Final = re.compile(r"`[^`\n]*`")
+_FORMULA: Final = re.compile(
+    r"\$\$.+?\$\$|\$[^$\n]+\$|\\\[(?:(?!\\\[).)+?\\\]|\\\((?:(?!\\\().)+?\\\)|\\[A-Za-z]+(?:\{[^{}\n]*\})*", re.DOTALL
+)
+_ADDRESS: Final = re.compile(
+    r"\b(?:https?://|www\.)\S+|(?<![\w.+-])[\w.+-]++@[\w-]++\.[\w.]+|(?:/[\w.-]+){2,}|(?<!\w)\w+(?:[._/]\w+)+"
+)
+"""URLs, e-mail addresses, paths and dotted names. Each alternative can begin only where a run of its characters
+begins: a search that began at every character of a long run would take quadratic time."""
 
 
 class PatternError(ValueError):
@@ -94,22 +108,6 @@ def visible(text: str) -> str:
 def trimmed(text: str) -> str:
     """The text in NFC without white space at its ends. Invisible characters stay: they count towards a maximum."""
     return unicodedata.normalize("NFC", text).strip()
-
-
-_FENCED: Final = re.compile(
-    r"^[ \t]{0,3}(`{3,}+|~{3,}+)[^\n]*+\n(.*?)(?:^[ \t]{0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
-)
-_TABLE: Final = re.compile(r"^[ \t]*[|│┃┌├└╔╠╚+].*$", re.MULTILINE)
-_INDENTED: Final = re.compile(r"^(?: {4,}+|\t)(?![ \t]*+[-*+•\d]).*$", re.MULTILINE)
-_INLINE: Final = re.compile(r"`[^`\n]*`")
-_FORMULA: Final = re.compile(
-    r"\$\$.+?\$\$|\$[^$\n]+\$|\\\[(?:(?!\\\[).)+?\\\]|\\\((?:(?!\\\().)+?\\\)|\\[A-Za-z]+(?:\{[^{}\n]*\})*", re.DOTALL
-)
-_ADDRESS: Final = re.compile(
-    r"\b(?:https?://|www\.)\S+|(?<![\w.+-])[\w.+-]++@[\w-]++\.[\w.]+|(?:/[\w.-]+){2,}|(?<!\w)\w+(?:[._/]\w+)+"
-)
-"""URLs, e-mail addresses, paths and dotted names. Each alternative can begin only where a run of its characters
-begins: a search that began at every character of a long run would take quadratic time."""
 
 
 class Parts(NamedTuple):

@@ -41,6 +41,11 @@ from flywheel.serving.client.weight_verification import ProbeFigures, prove
 T = TypeVar("T")
 HasLeft = Callable[[Replica], Awaitable[bool]]
 """Whether a replica that has failed is none any more (a pod that was removed)."""
+log = logging.getLogger(__name__)
+ROLLBACK_ATTEMPTS = 4
+"""How often a rollback sets the alias of a replica that another process sets meanwhile."""
+PROVE_SECONDS = 60.0
+"""Timeout in seconds for verifying what serves already."""
 
 
 async def _stays(_: Replica) -> bool:
@@ -174,16 +179,10 @@ class RollbackError(ServeError):
         return (type(self), (self.report,))
 
 
-log = logging.getLogger(__name__)
-
 Check = Callable[[AdapterRef], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
 Fence = Callable[[], Awaitable[object]]
 """Raises FlywheelError when this process may no longer change the alias."""
-ROLLBACK_ATTEMPTS = 4
-"""How often a rollback sets the alias of a replica that another process sets meanwhile."""
-PROVE_SECONDS = 60.0
-"""Timeout in seconds for verifying what serves already."""
 Proven = MutableMapping[tuple[str, str], str]
 """The start of the server at which a version was verified last, by URL and served name."""
 

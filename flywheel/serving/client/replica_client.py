@@ -22,6 +22,15 @@ from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, async_client
 
+T = TypeVar("T")
+CONNECT_SECONDS = 5.0
+QUICK_SECONDS = 15.0
+"""Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
+ERASED_AT_ONCE = 250
+"""Request ids of one request, which a server accepts whatever their length."""
+MEASURED_AT_ONCE = 4
+"""Measurements of tokens at the same time: more would delay the answers to clients."""
+
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:
     """The error for an adapter that was not loaded, by a server whose engine is alive or not."""
@@ -96,17 +105,6 @@ def message_of(response: httpx2.Response) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         text = response.text
     return " ".join(redact_secrets(str(text)).split())[:500] or "no explanation"
-
-
-T = TypeVar("T")
-
-CONNECT_SECONDS = 5.0
-QUICK_SECONDS = 15.0
-"""Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
-ERASED_AT_ONCE = 250
-"""Request ids of one request, which a server accepts whatever their length."""
-MEASURED_AT_ONCE = 4
-"""Measurements of tokens at the same time: more would delay the answers to clients."""
 
 
 @dataclass(frozen=True, slots=True)

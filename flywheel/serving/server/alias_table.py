@@ -21,6 +21,8 @@ from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.server.asgi import error_json
 from flywheel.system.files import PRIVATE, write_json
 
+_UNKNOWN: Final = re.compile(r"The model `(.*)` does not exist", re.DOTALL)
+
 
 class TargetMismatchError(Exception):
     """A compare-and-set found another target or another revision than it expected."""
@@ -126,9 +128,6 @@ class AliasTable:
     def _set(self, alias: str, waiting: str, missing: str) -> None:
         self.waiting = {name: why for name, why in {**self.waiting, alias: waiting}.items() if why}
         self.missing = {name: lost for name, lost in {**self.missing, alias: missing}.items() if lost}
-
-
-_UNKNOWN: Final = re.compile(r"The model `(.*)` does not exist", re.DOTALL)
 
 
 def listed(

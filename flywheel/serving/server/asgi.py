@@ -29,6 +29,25 @@ from flywheel.system.server_limits import (
 )
 
 _LENGTH = (b"content-length", b"transfer-encoding")
+MAX_BYTES: Final = 65536
+"""Of a request to an endpoint that manages the server."""
+T = TypeVar("T")
+MAX_DEPTH: Final = 100
+"""Maximum nesting depth of a body. vLLM and chat templates recurse through objects and lists, and fail with a 500 at
+Python's recursion limit."""
+MAX_CONTAINERS: Final = 50_000
+"""Maximum number of objects and lists in the object of a body. A message has two to five; vLLM takes up to a second
+to refuse 10,000 that are none."""
+MAX_KEYS: Final = 1000
+"""Maximum number of top-level keys."""
+MAX_MODEL_KEYS: Final = 4
+"""Maximum number of `model` keys; the last one counts."""
+# The first alternative is for texts without an escaped quotation mark, and takes a tenth of the time. A text without
+# an end ends with the body, so that nothing is looked at twice.
+_TEXT: Final = rb'(?:"[^"]*+"(?<!\\")|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
+_without_texts: Final = re.compile(_TEXT, re.DOTALL).sub
+_to_bracket: Final = re.compile(rb'(?:[^][{}"]++|' + _TEXT + rb")*+[][{}]", re.DOTALL).match
+_NAMES: Final = ("model", "user_id", *sorted(MEMBERS))
 
 
 def route_path(scope: Scope) -> str:
@@ -51,11 +70,6 @@ def is_json(scope: Scope) -> bool:
     return media == b"application/json" or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-MAX_BYTES: Final = 65536
-"""Of a request to an endpoint that manages the server."""
-T = TypeVar("T")
-
-
 async def json_of(request: Request, kind: type[T], form: str) -> T:
     """The JSON of a request, which has the form of `kind`: `form` says which. Raises RefusedError and
     ClientDisconnect."""
@@ -69,25 +83,9 @@ async def json_of(request: Request, kind: type[T], form: str) -> T:
         raise RefusedError(400, why) from None
 
 
-MAX_DEPTH: Final = 100
-"""Maximum nesting depth of a body. vLLM and chat templates recurse through objects and lists, and fail with a 500 at
-Python's recursion limit."""
-MAX_CONTAINERS: Final = 50_000
-"""Maximum number of objects and lists in the object of a body. A message has two to five; vLLM takes up to a second
-to refuse 10,000 that are none."""
-MAX_KEYS: Final = 1000
-"""Maximum number of top-level keys."""
-MAX_MODEL_KEYS: Final = 4
-"""Maximum number of `model` keys; the last one counts."""
-# The first alternative is for texts without an escaped quotation mark, and takes a tenth of the time. A text without
-# an end ends with the body, so that nothing is looked at twice.
-_TEXT: Final = rb'(?:"[^"]*+"(?<!\\")|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
 _pairs: Final = json.JSONDecoder(object_pairs_hook=list).decode
-_without_texts: Final = re.compile(_TEXT, re.DOTALL).sub
-_to_bracket: Final = re.compile(rb'(?:[^][{}"]++|' + _TEXT + rb")*+[][{}]", re.DOTALL).match
 
 
-_NAMES: Final = ("model", "user_id", *sorted(MEMBERS))
 _Members: Final = msgspec.defstruct("_Members", [(name, msgspec.Raw, msgspec.Raw()) for name in _NAMES])
 """The members of objects in requests that are read. Others are checked, and not built."""
 

@@ -58,6 +58,10 @@ from flywheel.system.server_limits import (
     header,
 )
 
+POLL_SECONDS = 0.05
+BODIES_HELD: Final = 32
+"""Bodies of this size that fit into memory at once: vLLM holds that of a request until it is answered."""
+
 
 class Rewritten(NamedTuple):
     """`target` is the target of the alias in the request, None without an alias."""
@@ -93,9 +97,6 @@ def rewrite_model(
     return Rewritten(b"".join(parts), target)
 
 
-POLL_SECONDS = 0.05
-
-
 def announcing(send: Send, url: str, announcement: Callable[[], str]) -> Send:
     """A `send` for the server's lifespan events. After the start, when the server can be reached at `url`, it prints
     the line that `told` returns."""
@@ -119,10 +120,6 @@ async def _announce(url: str, announcement: Callable[[], str]) -> None:
             break
         await asyncio.sleep(POLL_SECONDS)
     print(announcement(), flush=True)
-
-
-BODIES_HELD: Final = 32
-"""Bodies of this size that fit into memory at once: vLLM holds that of a request until it is answered."""
 
 
 class AliasMiddleware:

@@ -14,6 +14,22 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 NO_PARSER: Final = "none"
+_DEEPSEEK: Final = r"<｜tool▁calls▁begin｜>(?=.*```json)"
+_LLAMA: Final = r'<\|python_tag\|>|"parameters": dictionary of argument name'
+_XML: Final = r"<function="
+_JSON: Final = r"<tool_call>"
+_THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
+"""In a chat template: reasoning can be switched on, or the answer begins with it."""
+_TOOLS: Final = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
+"""In a chat template: the variable with the tools."""
+TOOLS_REMEDY: Final = (
+    "Name a chat template that writes tools, for server and rounds: serving: {extra_args: [--chat-template, FILE]}."
+)
+_ASKED_TO: Final = frozenset({"deepseek_v3", "deepseek_v4", "openai_gptoss"})
+"""Reasoning parsers that depend on the request or the format: they also suit models that do not reason."""
+_BY_DEFAULT: Final = frozenset({"qwen3", "glm45", "glm47", "minimax_m2"})
+_BY_NAME: Final = re.compile(r"think|reason|r1|qwq|magistral|seed[-_]oss")
+_NEVER: Final = re.compile(r"instruct|coder")
 
 
 class Parsers(NamedTuple):
@@ -37,10 +53,6 @@ class _Family(NamedTuple):
     """For the models of the family that reason."""
 
 
-_DEEPSEEK: Final = r"<｜tool▁calls▁begin｜>(?=.*```json)"
-_LLAMA: Final = r'<\|python_tag\|>|"parameters": dictionary of argument name'
-_XML: Final = r"<function="
-_JSON: Final = r"<tool_call>"
 _FAMILIES: Final = (
     # Of those with one format, the first stands for models of other types and names.
     _Family(_DEEPSEEK, "", r"r1[-_]distill|deepseek[-_]r1", "deepseek_v3", "deepseek_r1"),
@@ -78,18 +90,6 @@ _FAMILIES: Final = (
     _Family(r"<\|tool_call_start\|>", "lfm2", r"lfm2", "lfm2"),
     _Family("", "apertus", r"apertus", "apertus"),
 )
-_THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
-"""In a chat template: reasoning can be switched on, or the answer begins with it."""
-_TOOLS: Final = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
-"""In a chat template: the variable with the tools."""
-TOOLS_REMEDY: Final = (
-    "Name a chat template that writes tools, for server and rounds: serving: {extra_args: [--chat-template, FILE]}."
-)
-_ASKED_TO: Final = frozenset({"deepseek_v3", "deepseek_v4", "openai_gptoss"})
-"""Reasoning parsers that depend on the request or the format: they also suit models that do not reason."""
-_BY_DEFAULT: Final = frozenset({"qwen3", "glm45", "glm47", "minimax_m2"})
-_BY_NAME: Final = re.compile(r"think|reason|r1|qwq|magistral|seed[-_]oss")
-_NEVER: Final = re.compile(r"instruct|coder")
 
 
 def folder_of(base: str) -> Path | None:

@@ -68,6 +68,9 @@ BREAKING_ARGUMENTS: Final = {
 """Forbidden arguments, with the reason."""
 DATA_PARALLEL: Final = ("--data-parallel", "-dp", "--api-server-count", "-asc")
 _ATTEMPTED: Final = "start the inference server"
+MODULE = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def check_arguments(extra_args: Sequence[str]) -> None:
@@ -103,11 +106,6 @@ def chat_arguments(base: str, serving: ServingSettings) -> list[str]:
 
 def _flag(argument: str) -> str:
     return argument.partition("=")[0].replace("_", "-")
-
-
-MODULE = "vllm.entrypoints.openai.api_server"
-MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:

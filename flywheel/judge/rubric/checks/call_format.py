@@ -22,18 +22,16 @@ from flywheel.system.limited_call import CostlyCallError, FunctionError
 VALID: Final = "valid"
 INVALID: Final = "invalid"
 """Whether it counts the calls that are right, or finds one that is not."""
-
-
-def _check_format(value: Any) -> None:
-    if value not in (VALID, INVALID):
-        raise ValueError(f"it must be `{VALID}` or `{INVALID}`, not {value!r}")
-
-
 _RULES: Final[JsonDict] = {
     "if": {"properties": {"value": {"const": INVALID}}, "required": ["value"]},
     "then": {"properties": {"weight": {"maximum": 0}}, "required": ["weight"]},
     "else": {"properties": {"weight": {"minimum": 0}}},
 }
+
+
+def _check_format(value: Any) -> None:
+    if value not in (VALID, INVALID):
+        raise ValueError(f"it must be `{VALID}` or `{INVALID}`, not {value!r}")
 
 
 class CallFormat(Steps):

@@ -39,6 +39,8 @@ _NUMBER: Final = re.compile(r"\d+")
 _SENTENCE_END: Final = re.compile(r"[^\W\d_] ?[.!?。！？]")
 _DATA: Final = re.compile(r"\A\s*+(?:\{|\[\s*+[\[{\"])")
 _TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
+LONGEST: Final = 200_000
+"""Characters at the end of a message in which a loop is looked for."""
 
 
 class RepeatedRun(NamedTuple):
@@ -60,10 +62,6 @@ class Degenerate(Criterion):
         prose, code = split(exchange.answer)
         problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
         return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
-
-
-LONGEST: Final = 200_000
-"""Characters at the end of a message in which a loop is looked for."""
 
 
 def find_loop(message: str) -> str:

@@ -17,6 +17,7 @@ from flywheel.system.limited_call import CostlyCallError, FunctionError
 
 MAX_JSON_CHARACTERS: Final = 200_000
 _FENCED: Final = re.compile(r"\A\s*+(`{3,}+|~{3,}+)[^\n`]*+\n(?P<inside>.*)^[ \t]*+\1\s*\Z", re.DOTALL | re.MULTILINE)
+_SCHEMA: Final = {"anyOf": [A_TEXT, {"$ref": "https://json-schema.org/draft/2020-12/schema"}]}
 
 
 def _check_schema(value: Any) -> None:
@@ -31,9 +32,6 @@ def _check_schema(value: Any) -> None:
     except jsonschema_rs.ValidationError as error:
         where = "".join(f".{part}" for part in error.instance_path)
         raise ValueError(f"it is no JSON Schema: at `value{where}`, {error.message}") from None
-
-
-_SCHEMA: Final = {"anyOf": [A_TEXT, {"$ref": "https://json-schema.org/draft/2020-12/schema"}]}
 
 
 class JsonSchema(Criterion):

@@ -39,6 +39,7 @@ _BRACES: Final = re.compile(
 _THOUSANDS_SEPARATOR: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
 _HALF_WIDTH: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 """Full-width digits and signs, as Chinese texts have them, to ASCII."""
+_REFERENCE: Final = {"anyOf": [A_TEXT, {"type": "number"}]}
 
 
 def boxes(text: str) -> list[str]:
@@ -70,9 +71,6 @@ def _check_reference(value: Any) -> None:
         raise ValueError("it must be the right answer, a text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("it must be a finite number")
-
-
-_REFERENCE: Final = {"anyOf": [A_TEXT, {"type": "number"}]}
 
 
 class MathEqual(Criterion):

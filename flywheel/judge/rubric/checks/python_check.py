@@ -26,15 +26,13 @@ TIMEOUT_SECONDS: Final = 30.0
 """Longest call of a function for one task."""
 MAX_PROCESSES: Final = 8
 """Processes per function: calls that wait for something outside run side by side."""
+_FUNCTION: Final = {"type": "string", "pattern": r"^.*\S.*:\w+$"}
 
 
 def _check_function(value: Any) -> None:
     path, _, name = str(value).rpartition(":")
     if not isinstance(value, str) or not path.strip() or not name.isidentifier():
         raise ValueError("it must be `path:function`, such as `checks.py:is_polite`")
-
-
-_FUNCTION: Final = {"type": "string", "pattern": r"^.*\S.*:\w+$"}
 
 
 class Python(Criterion):

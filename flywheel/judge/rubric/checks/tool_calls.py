@@ -44,6 +44,7 @@ _PROGRAM_TIMEOUT: Final = re.compile(
     r"\A<returncode>-1</returncode>.*\bTimeoutError: The \w+ execution exceeded the timeout", re.DOTALL
 )
 """What AgentScope 1.x returns of a program that it has stopped."""
+_SECONDS: Final = {"type": "number", "exclusiveMinimum": 0}
 
 
 def calls_of(exchange: Exchange) -> list[Call]:
@@ -199,9 +200,6 @@ def _defaults(function: Mapping[str, Any]) -> dict[str, Any]:
 def _check_seconds(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError("it must be a number of seconds above 0")
-
-
-_SECONDS: Final = {"type": "number", "exclusiveMinimum": 0}
 
 
 class Timeout(Steps):
