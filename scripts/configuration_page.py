@@ -34,7 +34,7 @@ is an error that names it.
 
 `--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted
 path (`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file
-(`ajet.model.path`); one that neither Flywheel uses nor the file has is an error that names Flywheel's own. VALUE is
+(`ajet.model.path`); a key without effect is an error that names Flywheel's key. VALUE is
 YAML and replaces all that stands there. `flywheel config show` prints each setting in effect with its origin: the
 line of the file, `--set`, or the default.
 
