@@ -50,16 +50,16 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
-SPLIT_SLOTS = 3
-"""Slots that a swap needs while the alias is split: for both versions and the next one."""
+AB_TEST_SLOTS = 3
+"""Slots that a swap needs during an A/B test: for both versions and the next one."""
 GRACE_SECONDS = 0.3
 """How long a rollback waits until the process that swaps has taken its swap back."""
 NO_PROBE = "its round left no probe that could prove it"
 
 
 @dataclass(frozen=True, slots=True)
-class SplitRequest:
-    """That the new version answers a `share` of the units only, by `salt` (see `Split`), and the version that serves
+class ABTestRequest:
+    """That the new version answers a `share` of the units only, by `salt` (see `ABTest`), and the version that serves
     now the others."""
 
     share: float
@@ -157,11 +157,11 @@ class Deployer:
         self,
         adapter: str | None,
         reason: str,
-        split: SplitRequest | None = None,
+        ab_test: ABTestRequest | None = None,
         *,
         instead_of: str | EllipsisType | None = ...,
     ) -> SwapReport:
-        """Swap to `adapter` (None: the base model), if it is given only from `instead_of`, and with `split` for a
+        """Swap to `adapter` (None: the base model), if it is given only from `instead_of`, and with `ab_test` for a
         share of the units. Raises ServeError; then the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
@@ -179,9 +179,9 @@ class Deployer:
                 raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             servers = await ask(found, self._alias, self._has_left)
-            if split is not None and serves == adapter:
-                raise ServeError(attempted, "it serves already, and an alias is split between two versions")
-            recorded = {"other": serves, **asdict(split)} if split is not None else None
+            if ab_test is not None and serves == adapter:
+                raise ServeError(attempted, "it serves already, and an alias has an A/B test between two versions")
+            recorded = {"other": serves, **asdict(ab_test)} if ab_test is not None else None
             other = await self._other(recorded)
             await self._make_room(servers, adapter, self._fence(last))
             urls = [each.url for each in servers]
@@ -209,8 +209,8 @@ class Deployer:
         await self._publish()
         return report
 
-    async def end_split(self, reason: str) -> SwapReport | None:
-        """Let the deployed version answer everything; None if the alias is not split.
+    async def end_ab_test(self, reason: str) -> SwapReport | None:
+        """Let the deployed version answer everything; None if the alias is in none.
 
         Raises ServeError. If it names replicas that did not follow, the others have, and `reconcile` brings these.
         """
@@ -218,29 +218,29 @@ class Deployer:
 
         async def ended(servers: list[Replica]) -> SwapReport | None:
             active = await self._store.read(deployments.active, self._alias)
-            if active is None or active.split is None:
+            if active is None or active.ab_test is None:
                 return None
             try:
                 ref = await self._store.read(rounds.adapter_ref, active.adapter)
                 report = await rollback(servers, self._alias, ref, fence=self._fence(last))
             except RollbackError as error:
                 if any(not replica.error for replica in error.report.replicas):
-                    await self._store.write(_unsplit, active.id, error.report, reason)
-                attempted = f"end the split of {self._alias} on every replica"
+                    await self._store.write(_end_ab_test, active.id, error.report, reason)
+                attempted = f"end the A/B test of {self._alias} on every replica"
                 raise ServeError(attempted, error.why, error.hint, retryable=True) from error
-            await self._store.write(_unsplit, active.id, report, reason)
+            await self._store.write(_end_ab_test, active.id, report, reason)
             return report
 
         async with self._replicas(WAIT_SECONDS) as (servers, _):
             return await self._unless_rolled_back(last, ended(servers))
 
-    async def _other(self, split: dict[str, Any] | None) -> OtherVersion | None:
-        """The other version of a recorded split."""
-        if split is None:
+    async def _other(self, ab_test: dict[str, Any] | None) -> OtherVersion | None:
+        """The other version of a recorded A/B test."""
+        if ab_test is None:
             return None
-        row = await self._store.read(rounds.adapter, split["other"]) if split["other"] else None
-        probe = _probe(row, f"prove adapter {split['other']}")
-        return OtherVersion(_ref(row), probe, split["share"], split["salt"])
+        row = await self._store.read(rounds.adapter, ab_test["other"]) if ab_test["other"] else None
+        probe = _probe(row, f"prove adapter {ab_test['other']}")
+        return OtherVersion(_ref(row), probe, ab_test["share"], ab_test["salt"])
 
     async def _has_left(self, replica: Replica) -> bool:
         return await has_left(self._config.serving, replica.url)
@@ -249,8 +249,8 @@ class Deployer:
         if adapter is not None:
             drain = self._config.serving.drain_seconds
             active = await self._store.read(deployments.active, self._alias)
-            if self._config.serving.max_loras < SPLIT_SLOTS and active is not None and active.split is not None:
-                # The split ends with the swap, and until then its versions would keep all slots.
+            if self._config.serving.max_loras < AB_TEST_SLOTS and active is not None and active.ab_test is not None:
+                # The A/B test ends with the swap, and until then its versions would keep all slots.
                 ref = await self._store.read(rounds.adapter_ref, active.adapter)
                 with contextlib.suppress(RollbackError):
                     await rollback(servers, self._alias, ref, fence=fence)
@@ -279,12 +279,12 @@ class Deployer:
         active = await self._store.read(deployments.active, self._alias)
         if active is None:
             return
-        base, other = base_name(self._config.model.base), await self._other(active.split)
+        base, other = base_name(self._config.model.base), await self._other(active.ab_test)
         ref = await self._store.read(rounds.adapter_ref, active.adapter)
         name = version_name(self._alias, ref.name) if ref is not None else base
-        split = other.split(self._alias, base) if other is not None else None
+        ab_test = other.ab_test(self._alias, base) if other is not None else None
         path, sha256 = (ref.path, ref.sha256) if ref is not None else (None, None)
-        target = AliasTarget(name, path, sha256, split)
+        target = AliasTarget(name, path, sha256, ab_test)
         cards = {
             each.name: await self._store.read(model_card, self._alias, each.name.rpartition("@")[2])
             for each in target.versions
@@ -418,7 +418,7 @@ class Deployer:
         return to
 
     async def reconcile(self) -> SwapReport:
-        """Load the active adapter, and the other one of a split, on servers that lost it (a restart), and unload
+        """Load the active adapter, and the other one of an A/B test, on servers that lost it (a restart), and unload
         versions out of use.
 
         Records the condition of each server for `status`. Where nothing was ever deployed, the servers are only
@@ -448,7 +448,7 @@ class Deployer:
         adapter = active.adapter if active is not None else None
         row = await self._store.read(rounds.adapter, adapter) if adapter else None
         probe = _probe(row, f"prove adapter {adapter}")
-        other = await self._other(active.split if active is not None else None)
+        other = await self._other(active.ab_test if active is not None else None)
 
         async def check(lost: AdapterRef) -> None:
             attempted = f"load adapter {lost.name} again"
@@ -504,10 +504,10 @@ def _requested(
     endpoints: list[str],
     adapter: str | None,
     reason: str,
-    split: dict[str, Any] | None,
+    ab_test: dict[str, Any] | None,
 ) -> int:
     _check_not_rolled_back(conn, last, alias)
-    return deployments.request(conn, alias, endpoints, adapter, reason, split)
+    return deployments.request(conn, alias, endpoints, adapter, reason, ab_test)
 
 
 def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:
@@ -516,8 +516,8 @@ def _activated(conn: Connection, number: int, report: SwapReport, config: Config
     _noted(conn, report)
 
 
-def _unsplit(conn: Connection, number: int, report: SwapReport, reason: str) -> None:
-    deployments.end_split(conn, number, reason)
+def _end_ab_test(conn: Connection, number: int, report: SwapReport, reason: str) -> None:
+    deployments.end_ab_test(conn, number, reason)
     _noted(conn, report)
 
 

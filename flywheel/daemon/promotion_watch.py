@@ -152,7 +152,7 @@ class PromotionWatch:
         own = next(each for each in self._targets if each.model.alias == watch.alias)
         # The figures first: after a crash between the two, `follow` ends the watch with them.
         await self._store.write(watches.note, watch, state, why, figures)
-        await self._deployer.of(own).end_split(why)
+        await self._deployer.of(own).end_ab_test(why)
         await self._store.write(watches.follow, watch.alias)
         log.info("%s stays deployed as %s: %s", watch.adapter, watch.alias, why)
         return None

@@ -51,9 +51,9 @@ def publish(folder: Path, alias: str, target: AliasTarget, cards: Mapping[str, s
 
 def _placed(target: AliasTarget) -> AliasTarget:
     """The target with paths relative to the folder."""
-    split = target.split and replace(target.split, other=_placed(target.split.other))
+    ab_test = target.ab_test and replace(target.ab_test, other=_placed(target.ab_test.other))
     name = f"{target.name.rpartition('@')[2]}-{(target.sha256 or '')[:HASH_SHOWN]}"
-    return replace(target, path=name if target.path else None, split=split)
+    return replace(target, path=name if target.path else None, ab_test=ab_test)
 
 
 def _write(source: Path, card: str, beside: Path) -> None:

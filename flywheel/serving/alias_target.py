@@ -1,4 +1,4 @@
-"""What an alias stands for: one version or, while it is split, two, of which each answers a share of the units.
+"""What an alias stands for: one version or, during an A/B test, two, of which each answers a share of the units.
 
 Used by the server and by its clients.
 """
@@ -24,7 +24,7 @@ def texts(given: Any, *optional: str) -> list[str | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ABTest:
     """`share` of an alias's units, between 0 and 1, go to its target and the others to the version `other`.
 
     `salt` decides which, and is not empty and at most 64 bytes long. Raises ValueError for others.
@@ -36,9 +36,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise ValueError("the share of a split must be between 0 and 1")
+            raise ValueError("the share of an A/B test must be between 0 and 1")
         if not 0 < len(self.salt.encode()) <= MAX_SALT_BYTES:
-            raise ValueError(f"the salt of a split must have 1 to {MAX_SALT_BYTES} bytes")
+            raise ValueError(f"the salt of an A/B test must have 1 to {MAX_SALT_BYTES} bytes")
 
     @classmethod
     def of_json(cls, given: Any) -> Self:
@@ -56,34 +56,34 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
     """A served model's name and, unless it is the base model, the adapter's directory and the hash of its verified
-    files; and, if the alias is split, the other version. The same files in another directory are equal."""
+    files; and, during an A/B test, the other version. The same files in another directory are equal."""
 
     name: str
     path: str | None = field(default=None, compare=False)
     sha256: str | None = None
-    split: Split | None = None
+    ab_test: ABTest | None = None
 
     @classmethod
     def of_json(cls, given: Any) -> Self:
-        """Raises as `Split.of_json`."""
+        """Raises as `ABTest.of_json`."""
         name, path, sha256 = texts(given, "path", "sha256")
-        split = given.get("split")
-        return cls(str(name), path, sha256, None if split is None else Split.of_json(split))
+        ab_test = given.get("ab_test")
+        return cls(str(name), path, sha256, None if ab_test is None else ABTest.of_json(ab_test))
 
     def as_json(self) -> dict[str, Any]:
-        """Without `split` if there is none."""
+        """Without `ab_test` if there is none."""
         shown: dict[str, Any] = {"target": self.name, "path": self.path, "sha256": self.sha256}
-        return {**shown, "split": self.split.as_json()} if self.split else shown
+        return {**shown, "ab_test": self.ab_test.as_json()} if self.ab_test else shown
 
     @property
     def versions(self) -> tuple[AliasTarget, ...]:
-        """The target, and the other version of a split."""
-        return (self, self.split.other) if self.split else (self,)
+        """The target, and the other version of an A/B test."""
+        return (self, self.ab_test.other) if self.ab_test else (self,)
 
 
-def version_names(target: str, split: Split | None) -> list[str]:
-    """The served names of what answers: the target, and the other version of a split."""
-    return [target, split.other.name] if split else [target]
+def version_names(target: str, ab_test: ABTest | None) -> list[str]:
+    """The served names of what answers: the target, and the other version of an A/B test."""
+    return [target, ab_test.other.name] if ab_test else [target]
 
 
 class ShownAliases(msgspec.Struct):
@@ -92,12 +92,12 @@ class ShownAliases(msgspec.Struct):
     aliases: Mapping[str, str]
     paths: Mapping[str, str]
     digests: Mapping[str, str]
-    splits: Mapping[str, dict[str, Any]]
-    """As `Split.as_json` has them."""
+    ab_tests: Mapping[str, dict[str, Any]]
+    """As `ABTest.as_json` has them."""
     waiting: Mapping[str, str]
     """Those that are not answered, with the reason."""
     missing: Mapping[str, str]
-    """Those that are split of which one version is not loaded, and that version."""
+    """Those in an A/B test of which one version is not loaded, and that version."""
     revisions: Mapping[str, int]
     base_model: str
     instance: str

@@ -18,8 +18,8 @@ from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import deployments, events
 from flywheel.store.kernel.transitions import create, move, record, utcnow
 
-_SPLIT: Final = "split"
-"""The old state in the event that ends a split."""
+_AB_TEST: Final = "ab_test"
+"""The old state in the event that ends an A/B test."""
 _NEVER: Final = datetime.max.replace(tzinfo=UTC)
 UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
 
@@ -36,9 +36,9 @@ def active(conn: Connection, alias: str) -> Row[Any] | None:
 
 
 def watched(conn: Connection, alias: str) -> str:
-    """The version that answers a share of the units until its watch ends; empty without a split."""
+    """The version that answers a share of the units until its watch ends; empty without an A/B test."""
     now = active(conn, alias)
-    return now.adapter or "the base model" if now is not None and now.split is not None else ""
+    return now.adapter or "the base model" if now is not None and now.ab_test is not None else ""
 
 
 def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
@@ -73,14 +73,14 @@ def outcomes(conn: Connection, alias: str) -> dict[str, int]:
 
 
 def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
-    """Adapters that must stay loaded: the active one, the other one of a split, the one to roll back to, and those
+    """Adapters that must stay loaded: the active one, the other one of an A/B test, the one to roll back to, and those
     only just replaced."""
     since = (datetime.now(UTC) - timedelta(seconds=drain_seconds)).isoformat(timespec="milliseconds")
     now = active(conn, alias)
     names = conn.execute(
         select(deployments.c.adapter).where(deployments.c.alias == alias, deployments.c.retired_at > since)
     ).scalars()
-    active_names = (now.adapter, now.previous, (now.split or {}).get("other")) if now else ()
+    active_names = (now.adapter, now.previous, (now.ab_test or {}).get("other")) if now else ()
     return {name for name in (*names, *active_names) if name}
 
 
@@ -111,13 +111,13 @@ def services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Servin
 class AliasVersion(NamedTuple):
     """From `since` on, an alias stood for `version`, such as `my-agent@r0007`, empty for the base model.
 
-    From `requested` until `since` it was about to change. Until `split_until` another version answered a share.
+    From `requested` until `since` it was about to change. Until `ab_test_until` another version answered a share.
     """
 
     requested: datetime
     since: datetime
     version: str
-    split_until: datetime | None = None
+    ab_test_until: datetime | None = None
 
 
 def periods(conn: Connection, alias: str) -> list[AliasVersion]:
@@ -127,14 +127,14 @@ def periods(conn: Connection, alias: str) -> list[AliasVersion]:
         .where(deployments.c.alias == alias, deployments.c.activated_at.is_not(None))
         .order_by(deployments.c.activated_at, deployments.c.id)
     )
-    ended = select(events.c.subject, events.c.at).where(events.c.kind == deployments.name, events.c.old == _SPLIT)
+    ended = select(events.c.subject, events.c.at).where(events.c.kind == deployments.name, events.c.old == _AB_TEST)
     ends = {int(subject): datetime.fromisoformat(at) for subject, at in conn.execute(ended)}
     return [
         AliasVersion(
             datetime.fromisoformat(row.created_at),
             datetime.fromisoformat(row.activated_at),
             f"{alias}@{row.adapter}" if row.adapter else "",
-            _NEVER if row.split else ends.get(row.id),
+            _NEVER if row.ab_test else ends.get(row.id),
         )
         for row in rows
     ]
@@ -149,7 +149,7 @@ def answering(known: Sequence[AliasVersion], start: datetime, end: datetime) -> 
         return None
     for period in reversed(known):
         if period.since < start:
-            return None if period.split_until and start <= period.split_until else period.version
+            return None if period.ab_test_until and start <= period.ab_test_until else period.version
     return ""
 
 
@@ -195,15 +195,15 @@ def request(
     endpoints: list[str],
     adapter: str | None,
     reason: str,
-    split: dict[str, Any] | None = None,
+    ab_test: dict[str, Any] | None = None,
 ) -> int:
-    """Request that `adapter` (None: the base model) serves, with `split` beside another one; the number of the
+    """Request that `adapter` (None: the base model) serves, with `ab_test` beside another one; the number of the
     deployment."""
     now = active(conn, alias)
     # A rollback skips an adapter that is deployed once more.
     previous = (now.previous if now.adapter == adapter else now.adapter) if now else None
     values = {"alias": alias, "endpoints": endpoints, "adapter": adapter, "previous": previous, "reason": reason}
-    return create(conn, DeploymentState.REQUESTED, reason, split=split, **values)
+    return create(conn, DeploymentState.REQUESTED, reason, ab_test=ab_test, **values)
 
 
 def advance(conn: Connection, deployment: int, new: DeploymentState) -> None:
@@ -227,10 +227,10 @@ def activate(conn: Connection, deployment: int, alias: str, report: dict[str, An
     move(conn, deployment, DeploymentState.PROBING, DeploymentState.ACTIVE, **values)
 
 
-def end_split(conn: Connection, deployment: int, reason: str) -> None:
+def end_ab_test(conn: Connection, deployment: int, reason: str) -> None:
     """The deployment's adapter answers everything."""
-    conn.execute(deployments.update().where(deployments.c.id == deployment).values(split=None))
-    record(conn, deployments.name, [str(deployment)], _SPLIT, DeploymentState.ACTIVE, reason)
+    conn.execute(deployments.update().where(deployments.c.id == deployment).values(ab_test=None))
+    record(conn, deployments.name, [str(deployment)], _AB_TEST, DeploymentState.ACTIVE, reason)
 
 
 def _state(conn: Connection, deployment: int) -> DeploymentState:

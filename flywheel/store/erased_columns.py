@@ -111,7 +111,7 @@ _TEXTLESS: Final = {
     "round_samples": "split",
     "gate_decisions": "decided_at decision",
     "adapters": "name parent base_model path sha256 state created_at",
-    "deployments": "alias active_alias endpoints adapter previous split state report"
+    "deployments": "alias active_alias endpoints adapter previous ab_test state report"
     " created_at activated_at retired_at",
     "watches": "alias adapter other state figures ends_as created_at ended_at",
     "watch_units": "arm kind version outcome why",

@@ -151,7 +151,7 @@ def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
     # For every alias: the state may have served another one before.
     active = conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))).all()
     needed |= {str(row.previous): f"{row.alias} can be rolled back to it" for row in active}
-    needed |= {str(row.split["other"]): f"it answers a share of {row.alias}" for row in active if row.split}
+    needed |= {str(row.ab_test["other"]): f"it answers a share of {row.alias}" for row in active if row.ab_test}
     needed |= {str(row.adapter): f"it serves as {row.alias}" for row in active}
     half = deployments.c.state.in_([state.value for state in UNFINISHED])
     needed |= {str(name): "it is being deployed" for name in conn.execute(select(served).where(half)).scalars()}

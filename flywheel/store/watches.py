@@ -109,8 +109,8 @@ def current(conn: Connection, alias: str) -> Row[Any] | None:
 
 
 def follow(conn: Connection, alias: str) -> Row[Any] | None:
-    """The watch of the alias that has not ended. It begins where the active deployment is split, and ends where that
-    is not the watched one any more, or is split no more."""
+    """The watch of the alias that has not ended. It begins where the active deployment begins an A/B test, and ends where that
+    is not the watched one any more, or the A/B test has ended."""
     active, watch = deployed.active(conn, alias), current(conn, alias)
     if watch is not None and active is not None and active.id != watch.deployment_id:
         serves = active.adapter or "the base model"
@@ -119,18 +119,18 @@ def follow(conn: Connection, alias: str) -> Row[Any] | None:
         else:
             end(conn, watch, WatchState.REPLACED, f"{serves} was deployed meanwhile: {active.reason}")
         watch = None
-    elif watch is not None and watch.state == WatchState.WATCHING and active is not None and active.split is None:
+    elif watch is not None and watch.state == WatchState.WATCHING and active is not None and active.ab_test is None:
         end(conn, watch, WatchState(watch.ends_as or WatchState.KEPT), watch.reason)
         watch = None
-    if watch is None and active is not None and active.split is not None and of_deployment(conn, active.id) is None:
+    if watch is None and active is not None and active.ab_test is not None and of_deployment(conn, active.id) is None:
         create(
             conn,
             WatchState.WATCHING,
             deployment_id=active.id,
             alias=alias,
             adapter=active.adapter,
-            other=active.split["other"],
-            share=active.split["share"],
+            other=active.ab_test["other"],
+            share=active.ab_test["share"],
         )
         watch = current(conn, alias)
     return watch

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
 from flywheel.config import NoticeType
-from flywheel.daemon.deployer import SplitRequest
+from flywheel.daemon.deployer import ABTestRequest
 from flywheel.daemon.promotion_watch import PromotionWatch, outcome_of_call
 from flywheel.daemon.status import snapshot
 from flywheel.daemon.watch_figures import figure_text, figures_of
@@ -54,7 +54,7 @@ async def watched(tmp_path: Path, store: Store) -> AsyncIterator[Watched]:
         )
         own = Watched(store, config)
         await own.deployer.deploy("r0001", "test")
-        await own.deployer.deploy("r0002", "r0002: better", SplitRequest(0.5, "salt"))
+        await own.deployer.deploy("r0002", "r0002: better", ABTestRequest(0.5, "salt"))
         yield own
 
 
@@ -247,12 +247,12 @@ async def test_a_rollback_that_happened_before_the_crash_is_not_repeated(watched
 
 
 @pytest.mark.slow
-async def test_a_split_that_ended_before_the_crash_ends_the_watch(watched: Watched) -> None:
+async def test_an_ab_test_that_ended_before_the_crash_ends_the_watch(watched: Watched) -> None:
     await watched.watch().look()
     row = await watched.row()
     figures = await watched.store.read(figures_of, row)
     await watched.store.write(watches.note, row, WatchState.KEPT, "no loss was shown", figures)
-    await watched.deployer.end_split("no loss was shown")
+    await watched.deployer.end_ab_test("no loss was shown")
     await watched.watch().look()
     row = await watched.row()
     assert (row.state, row.reason) == (WatchState.KEPT, "no loss was shown")
@@ -468,11 +468,11 @@ async def test_units_of_the_base_model_belong_to_the_alias_that_was_asked_for(tm
     config = make_config(tmp_path, sources=[], model={"base": BASE}, targets=targets)
 
     def put(conn: Connection) -> None:
-        split = {"other": None, "share": 0.5, "salt": "s"}
+        ab_test = {"other": None, "share": 0.5, "salt": "s"}
         for number, alias in ((1, "agent"), (2, "other")):
             put_round(conn, number)
             put_adapter(conn, number)
-            put_deployment(conn, f"r000{number}", alias=alias, active_alias=alias, split=split)
+            put_deployment(conn, f"r000{number}", alias=alias, active_alias=alias, ab_test=ab_test)
 
     await store.write(put)
     own = Watched(store, config)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flywheel.config import Config
-from flywheel.daemon.deployer import Deployer, SplitRequest
+from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.publishing import model_card, publish
 from flywheel.records.states import RoundState
 from flywheel.serving.adapter_files import FILES
@@ -213,12 +213,12 @@ async def test_what_cannot_be_adopted_waits(published: Published, caplog: pytest
     assert not alias_file(pod).exists()
 
 
-async def test_a_split_is_published_with_both_versions(published: Published) -> None:
+async def test_an_ab_test_is_published_with_both_versions(published: Published) -> None:
     await published.deployer.deploy("r0001", "test")
-    await published.deployer.deploy("r0002", "test", SplitRequest(0.5, "salt"))
+    await published.deployer.deploy("r0002", "test", ABTestRequest(0.5, "salt"))
     entry = published.current["agent"]
-    assert (entry["target"], entry["split"]["target"], entry["split"]["share"]) == (R2, R1, 0.5)
-    for each in (entry, entry["split"]):
+    assert (entry["target"], entry["ab_test"]["target"], entry["ab_test"]["share"]) == (R2, R1, 0.5)
+    for each in (entry, entry["ab_test"]):
         assert (published.folder / each["path"] / "README.md").is_file()
     pod = published.pod()
     adopt(pod)
@@ -227,9 +227,9 @@ async def test_a_split_is_published_with_both_versions(published: Published) -> 
     for version in adopted.versions:
         assert version.path == str(sent_adapters(pod) / (version.sha256 or ""))
         assert tree_sha256(Path(version.path)) == version.sha256
-    await published.deployer.end_split("test")
+    await published.deployer.end_ab_test("test")
     await published.deployer.reconcile()
-    assert "split" not in published.current["agent"]
+    assert "ab_test" not in published.current["agent"]
 
 
 async def test_a_servers_own_record_is_not_replaced(published: Published, caplog: pytest.LogCaptureFixture) -> None:

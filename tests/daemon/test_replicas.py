@@ -19,7 +19,7 @@ from demo.ports import held_port
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.serving import check_servers
 from flywheel.config import Config
-from flywheel.daemon.deployer import Deployer, SplitRequest
+from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.status import Status, snapshot
 from flywheel.errors import Condition, ServeError
 from flywheel.serving import replica_addresses
@@ -301,7 +301,7 @@ async def test_pods_that_share_no_disk_with_the_daemon_get_its_adapters(
     assert [pods.serves("127.0.0.2"), pods.serves("127.0.0.3")] == ["agent@r0005"] * 2
     for copies in (first, second):
         await until(partial(has, copies, hashes[1:]), "two copies are left: one is for a rollback")
-    await deployer.deploy("r0003", "test", SplitRequest(0.5, "salt"))
+    await deployer.deploy("r0003", "test", ABTestRequest(0.5, "salt"))
     for address, copies in (("127.0.0.2", first), ("127.0.0.3", second)):
         target = read_aliases(copies.with_name(f"{address}.json"))[0]["agent"]
         assert [each.path for each in target.versions] == [str(copies / hashes[0]), str(copies / hashes[2])]

@@ -52,7 +52,7 @@ class Watched:
         """What is deployed, and whether another version answers a share."""
         active = await self.store.read(deployments.active, "agent")
         assert active is not None
-        return active.adapter, active.split is not None
+        return active.adapter, active.ab_test is not None
 
     def call(self, arm: str, unit: int | None = None, **values: Any) -> RecordedCall:
         """A call of a unit, which began just now."""

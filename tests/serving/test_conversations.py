@@ -22,7 +22,7 @@ from tests.factories.call_log import log_settings, stored
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import wait_for
 
-SPLIT = {"target": BASE, "share": 0.5, "salt": "salt"}
+AB_TEST = {"target": BASE, "share": 0.5, "salt": "salt"}
 
 
 class Server:
@@ -37,12 +37,12 @@ class Server:
 
 @pytest.fixture
 def server(app: FakeVllm, tmp_path: Path) -> Iterator[Server]:
-    """Its alias is split between r0001 and the base model."""
+    """Its alias has an A/B test between r0001 and the base model."""
     app.loaded["agent@r0001"] = "/adapters/r0001"
     path = tmp_path / "serving" / "calls.db"
     middleware = with_middleware(app, call_log=log_settings(path))
     with running(middleware) as url:
-        change = {"alias": "agent", "target": "agent@r0001", "split": SPLIT}
+        change = {"alias": "agent", "target": "agent@r0001", "ab_test": AB_TEST}
         assert httpx2.put(f"{url}/flywheel/alias", json=change).status_code == 200
         yield Server(url, path)
     middleware._recorder.close()

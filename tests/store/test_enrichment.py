@@ -123,11 +123,11 @@ def test_a_request_that_a_swap_cuts_has_no_version() -> None:
     ("end", "known"),
     [
         (None, {30: "", 150: "", 350: ""}),
-        ("end_split", {30: "", 150: "", 350: "my-agent@r0002"}),
+        ("end_ab_test", {30: "", 150: "", 350: "my-agent@r0002"}),
         ("rollback", {30: "", 150: "", 350: "my-agent@r0001"}),
     ],
 )
-async def test_a_reply_during_a_split_has_no_version_by_history(
+async def test_a_reply_during_an_ab_test_has_no_version_by_history(
     store: Store, monkeypatch: pytest.MonkeyPatch, end: str | None, known: dict[int, str]
 ) -> None:
     """Either version may have answered."""
@@ -135,13 +135,13 @@ async def test_a_reply_during_a_split_has_no_version_by_history(
     def deploy(conn: Connection) -> None:
         deployed(conn, "r0002", 10, 20)
         number = conn.execute(select(schema.deployments.c.id)).scalar_one()
-        split = {"other": "r0001", "share": 0.5, "salt": "s"}
-        conn.execute(schema.deployments.update().values(split=split))
+        ab_test = {"other": "r0001", "share": 0.5, "salt": "s"}
+        conn.execute(schema.deployments.update().values(ab_test=ab_test))
         if end == "rollback":
             deployed(conn, "r0001", 290, 300)
-        if end == "end_split":
+        if end == "end_ab_test":
             monkeypatch.setattr(transitions, "utcnow", lambda: at(300))
-            deployments.end_split(conn, number, "test")
+            deployments.end_ab_test(conn, number, "test")
 
     await store.write(deploy)
     for began in known:

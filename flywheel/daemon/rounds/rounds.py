@@ -28,7 +28,7 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.daemon.deployer import Deployer, SplitRequest
+from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.erasure import tasks_of
@@ -544,8 +544,8 @@ class Rounds:
         if serves != adapter:
             try:
                 urls = await replica_urls(own.config.serving)
-                split = await asyncio.to_thread(_split, own.config, urls)
-                await own.deployer.deploy(adapter, f"{row.name}: {reason}", split, instead_of=row.parent)
+                ab_test = await asyncio.to_thread(_ab_test, own.config, urls)
+                await own.deployer.deploy(adapter, f"{row.name}: {reason}", ab_test, instead_of=row.parent)
             except ServeError as error:
                 # A server error does not fail the candidate, whose training may have taken hours.
                 if error.retryable or error.condition == Condition.MISCONFIGURED:
@@ -610,7 +610,7 @@ async def _stop_workers(row: Row[Any]) -> None:
         await worker.stop()
 
 
-def _split(config: Config, urls: Collection[str]) -> SplitRequest | None:
+def _ab_test(config: Config, urls: Collection[str]) -> ABTestRequest | None:
     """How a promotion is shared with the version before while it is watched; None if it is not, or could not be.
     `urls` are the servers."""
     share = config.deploy.watch.new_share
@@ -620,7 +620,7 @@ def _split(config: Config, urls: Collection[str]) -> SplitRequest | None:
     if off := [url for url in urls if url in pulled and pulled[url].condition == OFF]:
         log.warning("the promotion is not watched: %s records no calls", ", ".join(off))
         return None
-    return SplitRequest(share, secrets.token_hex(16))
+    return ABTestRequest(share, secrets.token_hex(16))
 
 
 def _end_other_version(name: str, directory: Path) -> None:

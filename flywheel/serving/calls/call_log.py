@@ -79,10 +79,10 @@ class CallFacts(Struct, frozen=True):
     server, "" without one. `retry` counts the client's earlier attempts, as it says. `status` is 0 if no response
     began; `is_complete` says whether the response's last byte was sent. `media_type` is the response's.
 
-    While the alias is split, `unit` is what the request was assigned by, as 16 hexadecimal digits, and `unit_kind`
+    During an A/B test, `unit` is what the request was assigned by, as 16 hexadecimal digits, and `unit_kind`
     says how it is known: `conversation` or `session` (a header), or `fallback`. `arm` is the version that it was
     assigned to, `new` or `old`, whatever answered; empty if it continues a response of one of them. All are empty
-    without a split.
+    without an A/B test.
 
     `conversation` is what the client named in the header `x-flywheel-conversation`, and `user` what its request
     named; both may be empty.

@@ -1,7 +1,7 @@
 """The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
-longer needed are unloaded before it, for a free slot, and after it. Both versions of a split are treated alike. The
+longer needed are unloaded before it, for a free slot, and after it. Both versions of an A/B test are treated alike. The
 caller records what is deployed; adapters' directories are never changed.
 
 A rollback does not wait for a process that swaps: it may be stopped, or hang. That process must not move an alias
@@ -34,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 from flywheel.errors import Condition, FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
-from flywheel.serving.alias_target import AliasTarget, Split, version_names
+from flywheel.serving.alias_target import ABTest, AliasTarget, version_names
 from flywheel.serving.client.replica_client import Alias, AliasChangedError, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
@@ -195,7 +195,7 @@ class OnState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OtherVersion:
-    """The other version of a split (see `Split`): `share` of the units go to the one that is deployed, the rest to
+    """The other version of an A/B test (see `ABTest`): `share` of the units go to the one that is deployed, the rest to
     this one. Without an adapter it is the base model."""
 
     adapter: AdapterRef | None
@@ -203,21 +203,21 @@ class OtherVersion:
     share: float
     salt: str
 
-    def split(self, alias: str, base_model: str) -> Split:
+    def ab_test(self, alias: str, base_model: str) -> ABTest:
         name = _target(alias, self.adapter) or base_model
         path, sha256 = (self.adapter.path, self.adapter.sha256) if self.adapter else (None, None)
-        return Split(AliasTarget(name, path, sha256), self.share, self.salt)
+        return ABTest(AliasTarget(name, path, sha256), self.share, self.salt)
 
 
 @dataclass(slots=True)
 class _Step:
-    """The progress of the swap on one replica. `serves` is what answers there, of a split the new version; `absent`
+    """The progress of the swap on one replica. `serves` is what answers there, of an A/B test the new version; `absent`
     are the versions that were not loaded, and `loaded` those of them that are now."""
 
     replica: Replica
     before: Alias
     target: str
-    split: Split | None
+    ab_test: ABTest | None
     serves: str
     fence: Fence | None
     absent: set[str] = dataclasses.field(default_factory=set)
@@ -228,12 +228,12 @@ class _Step:
     @property
     def moves(self) -> bool:
         """Whether the alias must be changed."""
-        return (self.before.target, self.before.split) != (self.target, self.split)
+        return (self.before.target, self.before.ab_test) != (self.target, self.ab_test)
 
     @property
     def names(self) -> list[str]:
         """The served names of the versions."""
-        return version_names(self.target, self.split)
+        return version_names(self.target, self.ab_test)
 
     def is_new(self, name: str) -> bool:
         """Whether the version does not serve there yet."""
@@ -259,7 +259,7 @@ class _Step:
             self.before.target,
             path,
             sha256,
-            split=self.split,
+            ab_test=self.ab_test,
             missing=missing,
             revision=revision,
         )
@@ -297,7 +297,7 @@ async def swap(
     fence: Fence | None = None,
     has_left: HasLeft = _stays,
 ) -> SwapReport:
-    """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, split it.
+    """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, begin an A/B test.
 
     A replica that fails and `has_left` meanwhile is left out. `on_state` is called for loading, probing, and active
     or failed; `check` before an adapter's files are loaded. Raises ServeError, and any exception of `on_state`, after
@@ -346,7 +346,7 @@ async def rollback(
     check: Check | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Return to one version that has served before (None: the base model) on every reachable replica. A split ends.
+    """Return to one version that has served before (None: the base model) on every reachable replica. An A/B test ends.
 
     Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is called before the
     adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that did not follow,
@@ -386,12 +386,12 @@ async def reconcile(
     other: OtherVersion | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Restore the deployed adapter, and the `other` version of a split, on replicas, for example after a restart of a
+    """Restore the deployed adapter, and the `other` version of an A/B test, on replicas, for example after a restart of a
     server.
 
     `check` is called before an adapter's files are loaded again. `proven` has the last verified states and is
     updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
-    restored; its report says why, and of a split it serves the version that it has. Must not run during a swap.
+    restored; its report says why, and of an A/B test it serves the version that it has. Must not run during a swap.
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
@@ -416,9 +416,9 @@ async def _begin(
     fence: Fence | None,
 ) -> _Step:
     before = await replica.alias(alias)
-    split = other.split(alias, before.base_model) if other else None
+    ab_test = other.ab_test(alias, before.base_model) if other else None
     target = _target(alias, adapter) or before.base_model
-    steps.append(_Step(replica, before, target, split, before.serves, fence))
+    steps.append(_Step(replica, before, target, ab_test, before.serves, fence))
     return steps[-1]
 
 
@@ -449,7 +449,7 @@ async def _restore(
     fence: Fence | None = None,
     attempts: int = 0,
 ) -> ReplicaReport:
-    """Bring one replica to the version, or to both of a split; problems are in the report. A rollback has several
+    """Bring one replica to the version, or to both of an A/B test; problems are in the report. A rollback has several
     `attempts`, and sets the alias also if its target stays the same: what others may still send is then refused."""
     steps: list[_Step] = []
     try:
@@ -464,7 +464,7 @@ async def _restore(
                 failed[name] = problem
         if len(failed) == len(versions):
             raise failed[step.target]
-        # What serves already keeps its share, as without a split. Only a version that is not there is left out.
+        # What serves already keeps its share, as without an A/B test. Only a version that is not there is left out.
         missing = next((name for name in failed if step.is_new(name)), "")
         if step.moves or step.before.waiting or step.before.missing != missing or attempts:
             await step.point(alias, adapter, missing)
@@ -504,7 +504,7 @@ async def _prove(step: _Step, name: str, probe: Probe) -> None:
 
 
 async def _prove_other(step: _Step, probe: Probe) -> None:
-    """Verify the other version of a split. It serves already, but for a server that has lost it."""
+    """Verify the other version of an A/B test. It serves already, but for a server that has lost it."""
     if step.is_new(name := step.names[1]):
         await _prove(step, name, probe)
 
@@ -544,7 +544,7 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
                 # A change whose response was lost may have taken effect, so ask the server.
                 before, now = step.before, await step.replica.alias(alias)
                 if (step.moves or before.waiting) and step.is_own(now):
-                    saved = before.path, before.sha256, before.waiting, before.split, before.missing
+                    saved = before.path, before.sha256, before.waiting, before.ab_test, before.missing
                     with contextlib.suppress(AliasChangedError):  # A rollback has set it since.
                         await step.replica.point(alias, before.target, step.target, *saved, now.revision)
             elif step.target in step.loaded:

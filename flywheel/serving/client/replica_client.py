@@ -16,7 +16,7 @@ from flywheel.errors import Condition, ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
 from flywheel.serving.adapter_files import FILES
-from flywheel.serving.alias_target import AliasTarget, ShownAliases, Split, version_names
+from flywheel.serving.alias_target import ABTest, AliasTarget, ShownAliases, version_names
 from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
@@ -112,7 +112,7 @@ class Alias:
     """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
     hash of its files, None if none was recorded. `instance` changes with each start of the server. `max_adapters` can
     be loaded at the same time; None if the server has no limit. `waiting` is the reason why the server refuses
-    requests to the alias until its target is set; empty if it answers. `missing` is the version of a split that is
+    requests to the alias until its target is set; empty if it answers. `missing` is the version of an A/B test that is
     not loaded, whose share the other one answers; empty if both are. `revision` increases by one with each setting of
     the alias and differs between starts of the server; None for an alias that was never set there."""
 
@@ -123,7 +123,7 @@ class Alias:
     instance: str = ""
     max_adapters: int | None = None
     waiting: str = ""
-    split: Split | None = None
+    ab_test: ABTest | None = None
     missing: str = ""
     revision: int | None = None
 
@@ -139,8 +139,8 @@ class Alias:
 
     @property
     def versions(self) -> list[str]:
-        """The target, and the other version of a split."""
-        return version_names(self.target, self.split)
+        """The target, and the other version of an A/B test."""
+        return version_names(self.target, self.ab_test)
 
 
 class AliasChangedError(ServeError):
@@ -252,7 +252,7 @@ class Replica:
         response = await self._call("GET", routes.ALIAS, attempted)
         try:
             shown = msgspec.convert(self._json(response, attempted), ShownAliases)
-            split = shown.splits.get(alias)
+            ab_test = shown.ab_tests.get(alias)
             target = shown.aliases.get(alias, shown.base_model)
             found = Alias(
                 target,
@@ -262,7 +262,7 @@ class Replica:
                 shown.instance,
                 shown.max_adapters,
                 shown.waiting.get(alias, ""),
-                Split.of_json(split) if split else None,
+                ABTest.of_json(ab_test) if ab_test else None,
                 shown.missing.get(alias, ""),
                 shown.revisions.get(alias),
             )
@@ -312,16 +312,16 @@ class Replica:
         path: str | None = None,
         sha256: str | None = None,
         waiting: str = "",
-        split: Split | None = None,
+        ab_test: ABTest | None = None,
         missing: str = "",
         revision: int | None = None,
     ) -> None:
         """Point `alias` to `target` if it points to `expected` now, and its revision is `revision`, if that is given;
-        later requests use it, or are refused for the reason in `waiting`. With `split`, the other version answers a
+        later requests use it, or are refused for the reason in `waiting`. With `ab_test`, the other version answers a
         part of them; of the two, `missing` is not loaded. Raises AliasChangedError if it does not."""
         attempted = f"point {alias} at {target} on {self.url}"
         wanted = {"alias": alias, "expected": expected, "waiting": waiting, "missing": missing, "revision": revision}
-        wanted |= AliasTarget(target, path, sha256, split).as_json()
+        wanted |= AliasTarget(target, path, sha256, ab_test).as_json()
         response = await self._call("PUT", routes.ALIAS, attempted, wanted)
         if response.status_code == 404:
             raise no_middleware(attempted)

@@ -1,7 +1,7 @@
 """The aliases of one server: their target models, stored in a file that survives restarts, as clients see them.
 
 An alias whose target is not known or not loaded at the start waits: requests to it are refused with the reason until
-its target is set. Of a split alias, the version that is loaded answers alone until then. Does not know what is loaded
+its target is set. During an A/B test, the version that is loaded answers alone until then. Does not know what is loaded
 later.
 """
 
@@ -71,7 +71,7 @@ class AliasTable:
         self.waiting: Mapping[str, str] = {}
         """The aliases that are not answered, and why not."""
         self.missing: Mapping[str, str] = {}
-        """The split aliases of which one version is not loaded here, and that version."""
+        """The aliases in an A/B test of which one version is not loaded here, and that version."""
         for alias, target in self._targets.items():
             lost = [each.name for each in target.versions if each.name not in (base_model, *loaded)]
             if len(lost) == len(target.versions):
@@ -104,7 +104,7 @@ class AliasTable:
         revision: int | None = None,
     ) -> str:
         """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
-        are refused, as before a swap that is taken back. `missing` is the version of the split that is not loaded.
+        are refused, as before a swap that is taken back. `missing` is the version of the A/B test that is not loaded.
 
         Raises TargetMismatchError when `expected` is given and is not the present target, or `revision` is not the
         present one, and OSError when the file cannot be written; all change nothing.

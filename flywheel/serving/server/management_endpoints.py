@@ -101,7 +101,7 @@ class AdapterSlots:
             await with_body(self._app, scope, body, receive, send)
 
     async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to vLLM unless an alias stands for the adapter, alone or while it is split: a process that
+        """Pass the request to vLLM unless an alias stands for the adapter, alone or in an A/B test: a process that
         was stopped in the middle of a swap may ask late.
 
         Then the copies of adapters are removed that are neither loaded nor of an alias. Requests in flight do not
@@ -231,7 +231,7 @@ class Management:
             aliases={alias: target.name for alias, target in targets.items()},
             paths={target.name: target.path for target in targets.values() if target.path},
             digests={target.name: target.sha256 for target in targets.values() if target.sha256},
-            splits={alias: target.split.as_json() for alias, target in targets.items() if target.split},
+            ab_tests={alias: target.ab_test.as_json() for alias, target in targets.items() if target.ab_test},
             waiting=self._aliases.waiting,
             missing=self._aliases.missing,
             revisions={alias: self._aliases.revision(alias) for alias in targets},
@@ -244,7 +244,7 @@ class Management:
     async def _point(self, request: Request) -> bytes:
         form = (
             "{alias, target, path?, sha256?, expected?, waiting?, missing?}, all texts, a number revision?, and "
-            "split?: {target, path?, sha256?, share, salt}, with a share between 0 and 1"
+            "ab_test?: {target, path?, sha256?, share, salt}, with a share between 0 and 1"
         )
         wanted = await json_of(request, dict[str, Any], form)
         try:
@@ -257,9 +257,9 @@ class Management:
             raise RefusedError(400, f"expected {form}") from None
         names = [each.name for each in target.versions]
         if not alias or not name or alias in (*names, self._aliases.base_model) or len({*names}) < len(names):
-            raise RefusedError(400, "an alias must have a name of its own, and the versions of a split two")
-        if missing and (target.split is None or missing not in names):
-            raise RefusedError(400, "only a version of the split can be missing")
+            raise RefusedError(400, "an alias must have a name of its own, and the versions of an A/B test two")
+        if missing and (target.ab_test is None or missing not in names):
+            raise RefusedError(400, "only a version of the A/B test can be missing")
         if self._sent is not None:
             target = await asyncio.to_thread(self._sent.located, target)
         try:

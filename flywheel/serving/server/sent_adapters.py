@@ -57,9 +57,9 @@ class SentAdapters:
 
     def located(self, target: AliasTarget) -> AliasTarget:
         """The target with the folders on this machine."""
-        split = target.split and dataclasses.replace(target.split, other=self.located(target.split.other))
+        ab_test = target.ab_test and dataclasses.replace(target.ab_test, other=self.located(target.ab_test.other))
         path = target.path and self.find(target.path, target.sha256)
-        return dataclasses.replace(target, path=path, split=split)
+        return dataclasses.replace(target, path=path, ab_test=ab_test)
 
     async def receive(self, sha256: str, name: str, request: Request) -> None:
         """Store a file of an adapter, the body of a request. With its last file, the adapter appears. Raises

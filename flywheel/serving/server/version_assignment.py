@@ -1,6 +1,6 @@
-"""Which version of a split alias answers a request: that of its unit, which is a conversation if the client names it.
+"""Which version of an alias in an A/B test answers a request: that of its unit, which is a conversation if the client names it.
 
-The arm of a unit follows from the salt of the split and the request alone, so replicas agree without shared state.
+The arm of a unit follows from the salt of the A/B test and the request alone, so replicas agree without shared state.
 Runs inside vLLM's process.
 """
 
@@ -62,17 +62,17 @@ def assign(
     gives what response ids say of a served model. A response that the request continues leads to its version, if that
     is one of the two, and to no arm: the client has chosen.
     """
-    if target.split is None:
+    if target.ab_test is None:
         return Assignment(target.name)
     new, old = (each.name for each in target.versions)
     kind, parts = _key(scope, credential, body)
-    digest = hashlib.blake2b(key=target.split.salt.encode(), digest_size=16)
+    digest = hashlib.blake2b(key=target.ab_test.salt.encode(), digest_size=16)
     for part in (kind.encode(), *parts):
         # With its length: no other parts have the same bytes together.
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
     unit, number = digest.digest()[:8].hex(), int.from_bytes(digest.digest()[8:], "big")
-    arm = "new" if number < target.split.share * 2**64 else "old"
+    arm = "new" if number < target.ab_test.share * 2**64 else "old"
     version = new if arm == "new" else old
     mark = mark_of(short_text(body.get(FOLLOWED, _NOTHING)))
     if followed := next((name for name in (new, old) if mark is not None and mark.version == version_of(name)), ""):

@@ -112,7 +112,7 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
     """The server's arguments and additional environment variables. `versions` are those that the state says are
     deployed, by alias.
 
-    The last targets of the aliases, and the other versions of those that are split, are loaded at the start. An
+    The last targets of the aliases, and the other versions of those in an A/B test, are loaded at the start. An
     adapter whose files are missing, damaged or different from the verified ones, or that was trained on another base
     model, is not loaded; an alias without a version is refused until its target is set. Raises ServeError.
     """

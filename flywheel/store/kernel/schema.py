@@ -530,7 +530,7 @@ deployments = Table(
     Column("endpoints", JSON, nullable=False),
     Column("adapter", Text),
     Column("previous", Text),
-    Column("split", JSON(none_as_null=True)),
+    Column("ab_test", JSON(none_as_null=True)),
     Column("state", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("report", JSON),
@@ -540,9 +540,9 @@ deployments = Table(
     Column("retired_at", Text),
 )
 """What each alias was pointed at, and when. `report` says how the swap went on each server. `active_alias` is the
-alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model. `split` is
-`{"other", "share", "salt"}` if the alias was split: `share` of the units go to the adapter, the others to the adapter
-`other` (null: the base model); it becomes NULL when the split ends and the adapter stays."""
+alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model. `ab_test` is
+`{"other", "share", "salt"}` during an A/B test: `share` of the units go to the adapter, the others to the adapter
+`other` (null: the base model); it becomes NULL when the test ends and the adapter stays."""
 
 watches = Table(
     "watches",

@@ -161,7 +161,7 @@ def _newest_clean(conn: Connection, alias: str, serves: str, names: Collection[s
 
 def _serving(conn: Connection) -> Mapping[str, set[str | None]]:
     """The adapters that answer each alias."""
-    return {row.alias: {row.adapter, (row.split or {}).get("other")} for row in deployments.all_active(conn)}
+    return {row.alias: {row.adapter, (row.ab_test or {}).get("other")} for row in deployments.all_active(conn)}
 
 
 def _uses(conn: Connection, split: Split, ids: Collection[int] | None) -> list[tuple[int, str]]:

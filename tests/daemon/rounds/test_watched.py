@@ -40,8 +40,8 @@ async def watched(wheel: Wheel) -> Rounds:
 
 async def test_a_promoted_candidate_shares_the_traffic_with_the_version_before(wheel: Wheel, watched: Rounds) -> None:
     active = await wheel.active()
-    assert (active.adapter, active.split["other"], active.split["share"]) == ("r0001", None, 0.5)
-    assert len(active.split["salt"]) == 32
+    assert (active.adapter, active.ab_test["other"], active.ab_test["share"]) == ("r0001", None, 0.5)
+    assert len(active.ab_test["salt"]) == 32
     assert await wheel.store.read(deployments.watched, "agent") == "r0001"
 
 
@@ -54,11 +54,11 @@ async def test_the_next_candidate_waits_until_the_watch_is_decided(wheel: Wheel,
     assert await wheel.store.read(waits_for, config_of(wheel), row) == "the watch of r0001, which is undecided"
     await watched.promote_passed()
     assert await wheel.state("r0002") == "passed"
-    await wheel.deployer.end_split("no loss was shown")
+    await wheel.deployer.end_ab_test("no loss was shown")
     await watched.promote_passed()
     assert await wheel.state("r0002") == "promoted"
     active = await wheel.active()
-    assert (active.adapter, active.split["other"]) == ("r0002", "r0001")
+    assert (active.adapter, active.ab_test["other"]) == ("r0002", "r0001")
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ async def test_a_rollback_ends_the_round_that_goes_on_from_the_adapter(
     row = await wheel.row("r0002")
     assert row.reason.startswith("its parent r0001 was rolled back: worse in traffic: r0001 0 % of 15")
     active = await wheel.active()
-    assert (active.adapter, active.split) == (None, None)
+    assert (active.adapter, active.ab_test) == (None, None)
     assert active.reason.startswith("rollback: worse in traffic")
     assert (await wheel.books()).get("reserved", 0) == 0
 
@@ -112,4 +112,4 @@ async def test_what_cannot_be_watched_answers_alone(wheel: Wheel, setting: str) 
             copy.note(config.serving.urls[0], OFF)
     leave_result(wheel, await wheel.started())
     assert await wheel.others(config).finish_live() is RoundState.PROMOTED
-    assert (await wheel.active()).split is None
+    assert (await wheel.active()).ab_test is None

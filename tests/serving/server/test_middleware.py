@@ -28,7 +28,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     shown = httpx2.get(f"{url}/flywheel/alias").json()
     assert shown.pop("instance") and list(shown.pop("revisions")) == ["agent"]
     expected = {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "waiting": {}, "base_model": BASE}
-    assert shown == {**expected, "splits": {}, "missing": {}, "max_adapters": None}
+    assert shown == {**expected, "ab_tests": {}, "missing": {}, "max_adapters": None}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate"])

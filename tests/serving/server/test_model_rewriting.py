@@ -27,7 +27,7 @@ from tests.processor_time import least_seconds
 def rewrite_model(
     body: bytes, resolve: Callable[[str], str | None], request_id: Callable[[str], str] | None = None
 ) -> Rewritten:
-    """Of aliases that are not split."""
+    """Of aliases in no A/B test."""
     return middleware.rewrite_model(body, lambda model, _: resolve(model), request_id)
 
 

@@ -1,4 +1,4 @@
-"""Requests to a split alias: by what a unit is known, and which version answers it."""
+"""Requests to an alias in an A/B test: by what a unit is known, and which version answers it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.request_id import new_request_id
-from flywheel.serving.alias_target import AliasTarget, Split
+from flywheel.serving.alias_target import ABTest, AliasTarget
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.serving.server import middleware as middleware_module
 from flywheel.serving.server import version_assignment
@@ -29,15 +29,15 @@ CHAT = "/v1/chat/completions"
 
 
 class Server:
-    """A middleware whose alias is split, without a socket: it keeps what would have been recorded."""
+    """A middleware whose alias has an A/B test, without a socket: it keeps what would have been recorded."""
 
     def __init__(self, share: float = 0.5, *, salt: str = "salt", other: str = OLD) -> None:
         self.calls: list[RecordedCall] = []
         self.bodies: list[bytes] = []
         self.middleware: AliasMiddleware = with_middleware(self._vllm)
         self.middleware._recorder = self  # type: ignore[assignment]
-        split = Split(AliasTarget(other, "/adapters/r0001"), share, salt)
-        target = AliasTarget(NEW, "/adapters/r0002", split=split)
+        ab_test = ABTest(AliasTarget(other, "/adapters/r0001"), share, salt)
+        target = AliasTarget(NEW, "/adapters/r0002", ab_test=ab_test)
         asyncio.run(self.middleware._aliases.point("agent", target))
 
     async def recorded(
@@ -306,7 +306,7 @@ def test_the_share_of_a_missing_version_goes_to_the_other_and_the_arm_stays(miss
     assert server.ask({"previous_response_id": response, "input": "?"}, "/v1/responses").version == answers
 
 
-def test_without_a_split_there_is_no_unit() -> None:
+def test_without_an_ab_test_there_is_no_unit() -> None:
     server = Server()
     asyncio.run(server.middleware._aliases.point("agent", AliasTarget(NEW)))
     call = server.ask(x_flywheel_conversation="c")

@@ -305,13 +305,13 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     assert settings_in(environment)["loaded"] == ["agent@r0007"]
 
 
-def test_both_versions_of_a_split_are_loaded_again_or_the_one_that_is_whole(
+def test_both_versions_of_an_ab_test_are_loaded_again_or_the_one_that_is_whole(
     make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make(max_loras=2)
     folders = [put_adapter_files(tmp_path / name) for name in ("r0008", "r0007")]
     new, old = ({"target": f"agent@{each.name}", "path": str(each)} for each in folders)
-    save(config, {"agent": {**new, "split": {**old, "share": 0.5, "salt": "s"}}})
+    save(config, {"agent": {**new, "ab_test": {**old, "share": 0.5, "salt": "s"}}})
 
     def loaded() -> tuple[Any, Any]:
         _, environment = vllm_command.command(config)

@@ -42,7 +42,7 @@ def put(conn: Connection, directory: Path) -> None:
     conn.execute(insert(round_samples), rows)
     put_deployment(conn, "r0001", retired_at="2026-11-23")
     put_deployment(conn, "r0005", retired_at="2026-11-24")
-    put_deployment(conn, "r0003", split={"other": "r0002", "share": 0.5, "salt": "s"})
+    put_deployment(conn, "r0003", ab_test={"other": "r0002", "share": 0.5, "salt": "s"})
     put_deployment(conn, "r0001", alias="other", active_alias="other")
 
 

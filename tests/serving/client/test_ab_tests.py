@@ -1,4 +1,4 @@
-"""A split alias on replicas that fail and restart: both versions are loaded, proven, restored and kept."""
+"""An alias in an A/B test on replicas that fail and restart: both versions are loaded, proven, restored and kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from flywheel.errors import Condition, ServeError
-from flywheel.serving.alias_target import AliasTarget, Split
+from flywheel.serving.alias_target import ABTest, AliasTarget
 from flywheel.serving.client.adapter_swap import OtherVersion, reconcile, retire, rollback, swap
 from flywheel.serving.client.replica_client import Replica
 from tests.factories.swap import NEW, OLD, Fleet, FlipFault
@@ -24,8 +24,8 @@ from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middlew
 
 
 @pytest.fixture
-async def split(fleet: Fleet) -> Fleet:
-    """The alias is split between r0002 and r0001."""
+async def ab_test(fleet: Fleet) -> Fleet:
+    """The alias has an A/B test between r0002 and r0001."""
     await begin(fleet)
     return fleet
 
@@ -55,45 +55,47 @@ async def answers(url: str, conversations: int = 40) -> list[str]:
         return found
 
 
-async def test_a_split_gives_a_conversation_the_same_version_on_every_replica(split: Fleet) -> None:
-    first, second = [await answers(each.url) for each in split.replicas]
+async def test_an_ab_test_gives_a_conversation_the_same_version_on_every_replica(ab_test: Fleet) -> None:
+    first, second = [await answers(each.url) for each in ab_test.replicas]
     assert first == second
     assert set(first) == {OLD, NEW}
-    for each in split.replicas:
+    for each in ab_test.replicas:
         shown = await each.alias("agent")
-        assert shown.split == Split(AliasTarget(OLD, split.paths["r0001"], split.ref("r0001").sha256), 0.5, "salt")
+        assert shown.ab_test == ABTest(
+            AliasTarget(OLD, ab_test.paths["r0001"], ab_test.ref("r0001").sha256), 0.5, "salt"
+        )
         assert (shown.target, shown.answering, shown.missing) == (NEW, [NEW, OLD], "")
-    assert await restored(split) == []
-    assert [set(app.loaded) for app in split.apps] == [{OLD, NEW}] * 2
+    assert await restored(ab_test) == []
+    assert [set(app.loaded) for app in ab_test.apps] == [{OLD, NEW}] * 2
 
 
 @pytest.mark.slow
-async def test_a_share_of_the_new_version_only_grows_with_it(split: Fleet) -> None:
+async def test_a_share_of_the_new_version_only_grows_with_it(ab_test: Fleet) -> None:
     """A unit that had the new version at a half has it at nine tenths too."""
-    half = await answers(split.replicas[0].url)
-    await begin(split, 0.9)
-    most = await answers(split.replicas[0].url)
+    half = await answers(ab_test.replicas[0].url)
+    await begin(ab_test, 0.9)
+    most = await answers(ab_test.replicas[0].url)
     assert all(later == NEW for before, later in zip(half, most, strict=True) if before == NEW)
     assert Counter(most)[NEW] > Counter(half)[NEW]
 
 
-async def test_neither_version_of_a_split_is_unloaded(split: Fleet) -> None:
-    for each in split.replicas:
-        await each.load("agent@r0003", split.paths["r0003"])
-    assert await retire(split.replicas, "agent", [], 0) == {each.url: ["agent@r0003"] for each in split.replicas}
-    assert [set(app.loaded) for app in split.apps] == [{OLD, NEW}] * 2
+async def test_neither_version_of_an_ab_test_is_unloaded(ab_test: Fleet) -> None:
+    for each in ab_test.replicas:
+        await each.load("agent@r0003", ab_test.paths["r0003"])
+    assert await retire(ab_test.replicas, "agent", [], 0) == {each.url: ["agent@r0003"] for each in ab_test.replicas}
+    assert [set(app.loaded) for app in ab_test.apps] == [{OLD, NEW}] * 2
     # Nor for whoever asks.
     for name in (OLD, NEW):
         with pytest.raises(ServeError, match=f"an alias stands for {name}"):
-            await split.replicas[0].unload(name)
+            await ab_test.replicas[0].unload(name)
 
 
 @pytest.mark.parametrize("name", ["r0001", "r0002", None])
-async def test_a_rollback_ends_a_split(split: Fleet, name: str | None) -> None:
-    await rollback(split.replicas, "agent", split.ref(name) if name else None)
-    for each in split.replicas:
+async def test_a_rollback_ends_an_ab_test(ab_test: Fleet, name: str | None) -> None:
+    await rollback(ab_test.replicas, "agent", ab_test.ref(name) if name else None)
+    for each in ab_test.replicas:
         assert set(await answers(each.url)) == {f"agent@{name}" if name else BASE}
-        assert (await each.alias("agent")).split is None
+        assert (await each.alias("agent")).ab_test is None
 
 
 async def test_the_base_model_can_be_the_other_version(fleet: Fleet) -> None:
@@ -106,7 +108,7 @@ async def test_the_base_model_can_be_the_other_version(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-async def test_a_split_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Path) -> None:
+async def test_an_ab_test_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Path) -> None:
     app = FakeVllm({BASE: PROBE.second.base})
     app.weights = fleet.apps[0].weights
     faulty = FlipFault(with_middleware(app), lost=True, times=0)
@@ -120,8 +122,8 @@ async def test_a_split_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Pa
                 await begin(fleet)
             for each in fleet.replicas:
                 assert set(await answers(each.url, 10)) == {OLD}
-                assert (await each.alias("agent")).split is None
-            # And a deployment during a split brings the split back.
+                assert (await each.alias("agent")).ab_test is None
+            # And a deployment during an A/B test brings the test back.
             await begin(fleet)
             fleet.paths["r0003"] = fleet.paths["r0002"]
             faulty.times = 1
@@ -136,64 +138,66 @@ async def nothing(*_: object) -> None: ...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [OLD, NEW])
-async def test_a_version_that_was_lost_is_loaded_and_proven_again(split: Fleet, lost: str) -> None:
-    del split.apps[0].loaded[lost]
-    split.apps[0].weights[split.paths["r0001"]] = PROBE.second.adapter
-    measured = OtherVersion(split.ref("r0001"), PROBE, 0.5, "salt")
-    split.apps[0].calls.clear()
-    report = await reconcile(split.replicas, "agent", split.ref("r0002"), PROBE, other=measured)
+async def test_a_version_that_was_lost_is_loaded_and_proven_again(ab_test: Fleet, lost: str) -> None:
+    del ab_test.apps[0].loaded[lost]
+    ab_test.apps[0].weights[ab_test.paths["r0001"]] = PROBE.second.adapter
+    measured = OtherVersion(ab_test.ref("r0001"), PROBE, 0.5, "salt")
+    ab_test.apps[0].calls.clear()
+    report = await reconcile(ab_test.replicas, "agent", ab_test.ref("r0002"), PROBE, other=measured)
     assert not report.errors
-    assert set(split.apps[0].loaded) == {OLD, NEW}
-    assert "POST /v1/completions" in split.apps[0].calls
+    assert set(ab_test.apps[0].loaded) == {OLD, NEW}
+    assert "POST /v1/completions" in ab_test.apps[0].calls
     # With wrong weights its share goes to the other one, and the server is said to be in trouble.
-    del split.apps[0].loaded[lost]
-    right = dict(split.apps[0].weights)
-    split.apps[0].weights[split.paths[lost.removeprefix("agent@")]] = PROBE.second.base
+    del ab_test.apps[0].loaded[lost]
+    right = dict(ab_test.apps[0].weights)
+    ab_test.apps[0].weights[ab_test.paths[lost.removeprefix("agent@")]] = PROBE.second.base
     for _ in range(2):
-        report = await reconcile(split.replicas, "agent", split.ref("r0002"), PROBE, other=measured)
+        report = await reconcile(ab_test.replicas, "agent", ab_test.ref("r0002"), PROBE, other=measured)
         assert [each.condition for each in report.replicas] == [Condition.WRONG_WEIGHTS, Condition.OK]
-        assert set(await answers(split.replicas[0].url)) == {OLD if lost == NEW else NEW}
-        assert (await split.replicas[0].alias("agent")).missing == lost
-    split.apps[0].weights = right
-    report = await reconcile(split.replicas, "agent", split.ref("r0002"), PROBE, other=measured)
+        assert set(await answers(ab_test.replicas[0].url)) == {OLD if lost == NEW else NEW}
+        assert (await ab_test.replicas[0].alias("agent")).missing == lost
+    ab_test.apps[0].weights = right
+    report = await reconcile(ab_test.replicas, "agent", ab_test.ref("r0002"), PROBE, other=measured)
     assert not report.errors
-    assert set(await answers(split.replicas[0].url)) == {OLD, NEW}
-    assert (await split.replicas[0].alias("agent")).missing == ""
+    assert set(await answers(ab_test.replicas[0].url)) == {OLD, NEW}
+    assert (await ab_test.replicas[0].alias("agent")).missing == ""
 
 
 @pytest.mark.slow
-async def test_what_serves_is_measured_once_for_each_start_of_a_server(split: Fleet) -> None:
-    for app in split.apps:
-        app.weights[split.paths["r0001"]] = PROBE.second.adapter
-    measured, proven = OtherVersion(split.ref("r0001"), PROBE, 0.5, "salt"), dict[tuple[str, str], str]()
+async def test_what_serves_is_measured_once_for_each_start_of_a_server(ab_test: Fleet) -> None:
+    for app in ab_test.apps:
+        app.weights[ab_test.paths["r0001"]] = PROBE.second.adapter
+    measured, proven = OtherVersion(ab_test.ref("r0001"), PROBE, 0.5, "salt"), dict[tuple[str, str], str]()
 
     async def proofs() -> int:
-        split.apps[0].calls.clear()
-        report = await reconcile(split.replicas, "agent", split.ref("r0002"), PROBE, proven=proven, other=measured)
+        ab_test.apps[0].calls.clear()
+        report = await reconcile(
+            ab_test.replicas, "agent", ab_test.ref("r0002"), PROBE, proven=proven, other=measured
+        )
         assert not report.errors
-        return split.apps[0].calls.count("POST /v1/completions")
+        return ab_test.apps[0].calls.count("POST /v1/completions")
 
     both = await proofs()
     assert await proofs() == 0
-    del proven[split.replicas[0].url, OLD]
+    del proven[ab_test.replicas[0].url, OLD]
     assert await proofs() == both / 2
 
 
 @pytest.mark.slow
-async def test_a_version_that_cannot_be_loaded_leaves_the_other_serving(split: Fleet) -> None:
+async def test_a_version_that_cannot_be_loaded_leaves_the_other_serving(ab_test: Fleet) -> None:
     """On a server without any memory of the alias, too."""
-    split.apps[0].loaded.clear()
-    await split.replicas[0].point("agent", BASE, NEW)
-    gone = Path(split.paths["r0001"])
+    ab_test.apps[0].loaded.clear()
+    await ab_test.replicas[0].point("agent", BASE, NEW)
+    gone = Path(ab_test.paths["r0001"])
     gone.rename(gone.with_name("elsewhere"))
-    errors = await restored(split)
+    errors = await restored(ab_test)
     assert "finds no adapter in" in errors[0]
     assert len(errors) == 1
-    assert set(await answers(split.replicas[0].url)) == {NEW}
-    assert set(await answers(split.replicas[1].url)) == {OLD, NEW}
+    assert set(await answers(ab_test.replicas[0].url)) == {NEW}
+    assert set(await answers(ab_test.replicas[1].url)) == {OLD, NEW}
     gone.with_name("elsewhere").rename(gone)
-    assert await restored(split) == []
-    assert set(await answers(split.replicas[0].url)) == {OLD, NEW}
+    assert await restored(ab_test) == []
+    assert set(await answers(ab_test.replicas[0].url)) == {OLD, NEW}
 
 
 @pytest.mark.parametrize(
@@ -204,23 +208,23 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_other_serving(split: F
         {"target": "agent@r0002"}, {"target": "agent"}, {"path": 3}, {"sha256": []},
     ],
 )  # fmt: skip
-async def test_a_wrong_split_is_refused_and_changes_nothing(fleet: Fleet, wrong: dict[str, Any]) -> None:
+async def test_a_wrong_ab_test_is_refused_and_changes_nothing(fleet: Fleet, wrong: dict[str, Any]) -> None:
     good = {"target": OLD, "path": "/a", "sha256": "x", "share": 0.5, "salt": "s"}
     async with httpx2.AsyncClient(base_url=fleet.replicas[0].url) as client:
         before = (await client.get("/flywheel/alias")).json()
-        for split in (3, "x", [], [good], {**good, **wrong}):
-            change = {"alias": "agent", "target": NEW, "split": split}
+        for ab_test in (3, "x", [], [good], {**good, **wrong}):
+            change = {"alias": "agent", "target": NEW, "ab_test": ab_test}
             assert (await client.put("/flywheel/alias", json=change)).status_code == 400
         for missing in ("agent@r0003", 3):
-            change = {"alias": "agent", "target": NEW, "split": good, "missing": missing}
+            change = {"alias": "agent", "target": NEW, "ab_test": good, "missing": missing}
             assert (await client.put("/flywheel/alias", json=change)).status_code == 400
         assert (await client.get("/flywheel/alias")).json() == before
-        change = {"alias": "agent", "target": NEW, "split": good}
+        change = {"alias": "agent", "target": NEW, "ab_test": good}
         answered = (await client.put("/flywheel/alias", json=change)).json()
         assert answered == {"alias": "agent", "target": NEW, "previous": OLD}
-        assert (await client.get("/flywheel/alias")).json()["splits"] == {"agent": good}
-        await client.put("/flywheel/alias", json={"alias": "agent", "target": NEW, "split": None})
-        assert (await client.get("/flywheel/alias")).json()["splits"] == {}
+        assert (await client.get("/flywheel/alias")).json()["ab_tests"] == {"agent": good}
+        await client.put("/flywheel/alias", json={"alias": "agent", "target": NEW, "ab_test": None})
+        assert (await client.get("/flywheel/alias")).json()["ab_tests"] == {}
 
 
 SERVE = """
@@ -261,7 +265,7 @@ def process(aliases: Path, loaded: dict[str, str], paths: list[str], port: int =
 
 
 @pytest.mark.slow
-async def test_kill_9_of_a_replica_during_a_split(fleet: Fleet, tmp_path: Path) -> None:
+async def test_kill_9_of_a_replica_during_an_ab_test(fleet: Fleet, tmp_path: Path) -> None:
     """No request to the others fails; what was killed answers with what it has, and is restored."""
     paths = list(fleet.paths.values())
     for app in fleet.apps:
