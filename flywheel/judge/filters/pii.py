@@ -89,6 +89,7 @@ _NEAR_ANOTHER: Final = re.compile(
 _SSN: Final = re.compile(rf"(?<![{_LATIN}.,/+-])\d{{3}}([ -])\d{{2}}\1\d{{4}}(?![{_LATIN}-])(?![.,]\d)", re.A)
 _NEAR_AN_SSN: Final = re.compile(r"(?i)\b(?:ssn|social[ -]security)\b[^\d\n]{0,25}$")
 _CALCULATED: Final = re.compile(r"(?:[*/^×÷=]|(?<=[\d)\w]) ?[+-]) ?$")
+_LISTED: Final = re.compile(r"(?:\b\d+[ \t\n]){2}$")
 _FOREIGN: Final = re.compile(r"\(?\+|00[1-9]")
 MAX_DIGITS: Final = 15
 """Of a phone number, with the country code (ITU-T E.164)."""
@@ -194,6 +195,8 @@ def _is_phone(piece: str, before: str, regions: Sequence[str]) -> bool:
         regions = ["GB"]  # or any other country in which 00 means what + means
     elif _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before) or (not named and _SSN.fullmatch(piece)):
         return False
+    elif not named and _LISTED.search(before):
+        return False  # the third or a later one of numbers in a row: among random ones, some fit any numbering plan
     elif not named and piece.isdigit():
         # Digits without separators count only where mobile numbers have a recognisable form.
         regions = ["CN"] if "CN" in regions and len(piece) == 11 and piece.startswith("1") else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import json
+import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -158,6 +159,15 @@ def test_only_the_kinds_that_are_asked_for() -> None:
 @pytest.mark.parametrize("text", ["+44 20 7946 0958", "(+49) 30 901820", "0049 30 901820"])
 def test_a_number_with_a_country_code_needs_no_region(text: str) -> None:
     assert [found.kind for found in find(f"It is {text}.")] == ["phone"]
+
+
+@pytest.mark.parametrize("separator", [" ", "\n"])
+def test_numbers_in_a_row_are_no_phones_but_one_beside_a_word_is(separator: str) -> None:
+    draw = random.Random(1)
+    text = separator.join(str(draw.randrange(10 ** draw.randint(1, 12))) for _ in range(4_000))
+    assert find(text, regions=["DE", "CN"]) == []
+    (found,) = find(f"{text} tel {(number := '030 901820')}.", regions=["DE"])
+    assert (found.kind, found.end - found.start) == ("phone", len(number))
 
 
 def test_every_place_of_a_line_is_redacted_and_the_same_piece_alike() -> None:
