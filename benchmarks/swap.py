@@ -1,10 +1,10 @@
 """What clients notice of a swap, and how fast a rollback is: `python -m benchmarks.swap`, about 15 minutes.
 
-Two real replicas (vLLM on the CPU with the demo's tiny policy), each on a core of its own, and `clients`, half of them
-streaming, with greedy answers of `TOKENS` tokens. Each client begins a request every `PERIOD` seconds, or at once after a longer one:
-together they ask for about half of what the servers can answer, because servers without a pause make every use of
-their cores as long as it is wide. Windows with one swap, by `flywheel deploy`, alternate with windows without. Counted
-are requests that overlap the swap (load, proof, flip), and in the others those of as long a part of the window.
+Two real replicas (vLLM on the CPU with the demo's tiny policy), each on a core of its own, and `clients`, half of
+them streaming, with greedy answers of `TOKENS` tokens. Each client begins a request every `PERIOD` seconds, or at
+once after one that took longer: without a pause, the servers would lack whatever the swap uses. Windows with a swap,
+by `flywheel deploy`, alternate with windows without. Counted are requests that overlap the swap (load, proof, flip),
+and in the others those of a part of the window.
 
 `failed`: requests without a whole answer. `wrong_version`: answers of a version that was not current at any time of
 the request, or with the text of the other version. `other_text`: answers with a text of neither version; in a batch,
@@ -155,8 +155,8 @@ async def _record_adapters(config: Config, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _servers(file: Path, ports: list[int], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two replicas that answer, each with a core of its own: vLLM would bind the threads of both to the same cores, and
-    each would wait for the other's turn (at the 99th percentile 7.6 s instead of 2.2 with 64 clients on two cores)."""
+    """Two replicas that answer, each with a core of its own: vLLM would bind the threads of both to the same cores,
+    and each would wait for the other's turn (7.6 s instead of 2.2 at the 99th percentile, 64 clients, two cores)."""
     servers = []
     cores = sorted(os.sched_getaffinity(0))
     try:

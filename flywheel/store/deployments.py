@@ -73,8 +73,8 @@ def outcomes(conn: Connection, alias: str) -> dict[str, int]:
 
 
 def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
-    """Adapters that must stay loaded: the active one, the other one of an A/B test, the one to roll back to, and those
-    only just replaced."""
+    """Adapters that must stay loaded: the active one, the other one of an A/B test, the one to roll back to, and
+    those only just replaced."""
     since = (datetime.now(UTC) - timedelta(seconds=drain_seconds)).isoformat(timespec="milliseconds")
     now = active(conn, alias)
     names = conn.execute(

@@ -109,8 +109,8 @@ def current(conn: Connection, alias: str) -> Row[Any] | None:
 
 
 def follow(conn: Connection, alias: str) -> Row[Any] | None:
-    """The watch of the alias that has not ended. It begins where the active deployment begins an A/B test, and ends where that
-    is not the watched one any more, or the A/B test has ended."""
+    """The watch of the alias that has not ended. It begins with the A/B test of the active deployment, and ends where
+    that is not the watched one any more, or the A/B test has ended."""
     active, watch = deployed.active(conn, alias), current(conn, alias)
     if watch is not None and active is not None and active.id != watch.deployment_id:
         serves = active.adapter or "the base model"

@@ -1,8 +1,8 @@
 """The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
-longer needed are unloaded before it, for a free slot, and after it. Both versions of an A/B test are treated alike. The
-caller records what is deployed; adapters' directories are never changed.
+longer needed are unloaded before it, for a free slot, and after it. Both versions of an A/B test are treated alike.
+The caller records what is deployed; adapters' directories are never changed.
 
 A rollback does not wait for a process that swaps: it may be stopped, or hang. That process must not move an alias
 afterwards, whenever it goes on, so every change of an alias takes three steps in this order: read its revision on the
@@ -195,8 +195,8 @@ class OnState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OtherVersion:
-    """The other version of an A/B test (see `ABTest`): `share` of the units go to the one that is deployed, the rest to
-    this one. Without an adapter it is the base model."""
+    """The other version of an A/B test (see `ABTest`): `share` of the units go to the one that is deployed, the rest
+    to this one. Without an adapter it is the base model."""
 
     adapter: AdapterRef | None
     probe: Probe | None
@@ -211,8 +211,8 @@ class OtherVersion:
 
 @dataclass(slots=True)
 class _Step:
-    """The progress of the swap on one replica. `serves` is what answers there, of an A/B test the new version; `absent`
-    are the versions that were not loaded, and `loaded` those of them that are now."""
+    """The progress of the swap on one replica. `serves` is what answers there, in an A/B test the new version;
+    `absent` are the versions that were not loaded, and `loaded` those of them that are now."""
 
     replica: Replica
     before: Alias
@@ -297,7 +297,7 @@ async def swap(
     fence: Fence | None = None,
     has_left: HasLeft = _stays,
 ) -> SwapReport:
-    """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, begin an A/B test.
+    """Point `alias` to `adapter` (None: the base model) on every replica or on none; with `other`, begin an A/B test.
 
     A replica that fails and `has_left` meanwhile is left out. `on_state` is called for loading, probing, and active
     or failed; `check` before an adapter's files are loaded. Raises ServeError, and any exception of `on_state`, after
@@ -346,11 +346,11 @@ async def rollback(
     check: Check | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Return to one version that has served before (None: the base model) on every reachable replica. An A/B test ends.
+    """Return to one version that has served before (None: the base model) on every reachable replica.
 
-    Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is called before the
-    adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that did not follow,
-    at the end or when it is stopped while it waits, and what `fence` raises.
+    An A/B test ends. Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is
+    called before the adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that
+    did not follow, at the end or when it is stopped while it waits, and what `fence` raises.
     """
 
     async def go_back(replica: Replica) -> ReplicaReport:
@@ -386,8 +386,7 @@ async def reconcile(
     other: OtherVersion | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Restore the deployed adapter, and the `other` version of an A/B test, on replicas, for example after a restart of a
-    server.
+    """Restore the deployed adapter, and the `other` version of an A/B test, on replicas, for example after a restart.
 
     `check` is called before an adapter's files are loaded again. `proven` has the last verified states and is
     updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be

@@ -112,9 +112,9 @@ class Alias:
     """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
     hash of its files, None if none was recorded. `instance` changes with each start of the server. `max_adapters` can
     be loaded at the same time; None if the server has no limit. `waiting` is the reason why the server refuses
-    requests to the alias until its target is set; empty if it answers. `missing` is the version of an A/B test that is
-    not loaded, whose share the other one answers; empty if both are. `revision` increases by one with each setting of
-    the alias and differs between starts of the server; None for an alias that was never set there."""
+    requests to the alias until its target is set; empty if it answers. `missing` is the version of an A/B test that
+    is not loaded, whose share the other one answers; empty if both are. `revision` increases by one with each setting
+    of the alias and differs between starts of the server; None for an alias that was never set there."""
 
     target: str
     path: str | None

@@ -1,8 +1,8 @@
 """The aliases of one server: their target models, stored in a file that survives restarts, as clients see them.
 
 An alias whose target is not known or not loaded at the start waits: requests to it are refused with the reason until
-its target is set. During an A/B test, the version that is loaded answers alone until then. Does not know what is loaded
-later.
+its target is set. During an A/B test, the version that is loaded answers alone until then. Does not know what is
+loaded later.
 """
 
 from __future__ import annotations

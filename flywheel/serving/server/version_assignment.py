@@ -1,4 +1,4 @@
-"""Which version of an alias in an A/B test answers a request: that of its unit, which is a conversation if the client names it.
+"""Which version answers a request in an A/B test: that of its unit, which is a conversation if the client names it.
 
 The arm of a unit follows from the salt of the A/B test and the request alone, so replicas agree without shared state.
 Runs inside vLLM's process.

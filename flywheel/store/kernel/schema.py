@@ -540,8 +540,8 @@ deployments = Table(
     Column("retired_at", Text),
 )
 """What each alias was pointed at, and when. `report` says how the swap went on each server. `active_alias` is the
-alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model. `ab_test` is
-`{"other", "share", "salt"}` during an A/B test: `share` of the units go to the adapter, the others to the adapter
+alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model. `ab_test`
+is `{"other", "share", "salt"}` during an A/B test: `share` of the units go to the adapter, the others to the adapter
 `other` (null: the base model); it becomes NULL when the test ends and the adapter stays."""
 
 watches = Table(
