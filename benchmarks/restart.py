@@ -29,6 +29,7 @@ from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
+from flywheel.store.verdicts import point
 
 NEW: Final = 5
 CHUNK: Final = 2_000
@@ -121,6 +122,7 @@ def fill(conn: Connection, first: int, count: int, rubric_hash: str, judge_hash:
         "created_at": now,
     }
     conn.execute(insert(schema.verdicts), [{**verdict, "task_id": task["id"]} for task in tasks])
+    point(conn, [task["id"] for task in tasks])
 
 
 async def prepare(folder: Path, url: str, tasks: int) -> Path:

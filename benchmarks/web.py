@@ -34,6 +34,7 @@ from flywheel.records.trace import Cursor, Reply
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
+from flywheel.store.verdicts import point
 
 AT_ONCE: Final = 5_000
 SETTLE_SECONDS: Final = 15
@@ -90,6 +91,7 @@ def put(conn: Connection, first: int, count: int, rng: random.Random) -> None:
         chosen = [{"number": row["task_id"]} for row in rows if row["outcome"] == outcome.value]
         changed = update(tasks).where(tasks.c.id == bindparam("number")).values(state=outcome.value)
         conn.execute(changed, chosen)
+    point(conn, [row["task_id"] for row in rows])
 
 
 async def fill(folder: Path, count: int) -> None:

@@ -15,14 +15,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.sources.otlp.inbox import COLUMN_TYPES, COLUMNS
-
 SERVICE: Final = "flywheel-demo"
 PROVIDER: Final = "openai"
 CLIENT_VERSION: Final = "2.0.11"
 BUSY_SECONDS: Final = 5.0
 INSTANCE: Final = secrets.token_hex(16)
 
+COLUMN_TYPES: Final = {
+    "id": "varchar PRIMARY KEY NOT NULL",
+    "traceId": "varchar NOT NULL",
+    "spanId": "varchar NOT NULL",
+    "traceState": "varchar",
+    "parentSpanId": "varchar",
+    "flags": "integer",
+    "name": "varchar NOT NULL",
+    "kind": "integer NOT NULL",
+    "startTimeUnixNano": "varchar NOT NULL",
+    "endTimeUnixNano": "varchar NOT NULL",
+    "attributes": "json NOT NULL",
+    "droppedAttributesCount": "integer",
+    "events": "json",
+    "droppedEventsCount": "integer",
+    "links": "json",
+    "droppedLinksCount": "integer",
+    "status": "json NOT NULL",
+    "resource": "json NOT NULL",
+    "scope": "json NOT NULL",
+    "statusCode": "integer",
+    "serviceName": "varchar",
+    "operationName": "varchar",
+    "instrumentationName": "varchar",
+    "instrumentationVersion": "varchar",
+    "model": "varchar",
+    "inputTokens": "integer",
+    "outputTokens": "integer",
+    "totalTokens": "integer",
+    "conversationId": "varchar",
+    "latencyNs": "float NOT NULL",
+}
+COLUMNS: Final = tuple(COLUMN_TYPES)
 INDEXES: Final = {
     "IDX_a9c90d6dcc77a52eee70759192": "conversationId",
     "IDX_9b03613341a28f3adc4b25bede": "totalTokens",

@@ -12,11 +12,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from demo.studio import StudioDatabase
+from demo.studio import COLUMN_TYPES, StudioDatabase
 from flywheel.sources.otlp.inbox import COLUMNS
 from flywheel.sources.otlp.rows import rows_of
 
 SERVICE: Final = "flywheel-demo"
+_UNREAD: Final = {"kind": 1, "scope": "{}", "latencyNs": 0.0}
+"""Columns that Studio requires and no reader looks at."""
 
 
 class StudioExporter(SpanExporter):
@@ -26,8 +28,8 @@ class StudioExporter(SpanExporter):
         self._database = database
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        rows = rows_of(encode_spans(spans)).accepted
-        self._database.export([dict(zip(COLUMNS, row, strict=True)) for row in rows])
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in rows_of(encode_spans(spans)).accepted]
+        self._database.export([{**dict.fromkeys(COLUMN_TYPES), **_UNREAD, **row} for row in rows])
         return SpanExportResult.SUCCESS
 
 

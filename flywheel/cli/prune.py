@@ -75,7 +75,7 @@ def _as_json(removal: Removal, logs: list[PrunedLog], *, dry_run: bool) -> dict[
             {"round": each.name, "state": each.state, "finished_at": each.finished_at, "bytes": size}
             for each, size in removal.removed
         ],
-        "kept": [{"round": each.name, "why": each.needed} for each in removal.kept],
+        "kept": [{"round": each.name, "why": why} for each, why in removal.kept],
         "bytes": removal.size,
         "call_logs": [
             {"path": str(each.path), "calls": each.calls, "size": each.size, "above": each.above} for each in logs
@@ -103,7 +103,7 @@ def _lines(removal: Removal, logs: list[PrunedLog], *, dry_run: bool) -> list[st
         f"{each.name}  {each.state}  {each.finished_at[:10]}  {byte_size(size)}  {each.dir}"
         for each, size in removal.removed
     ]
-    lines += [f"{each.name}  stays: {each.needed}" for each in removal.kept]
+    lines += [f"{each.name}  stays: {why}" for each, why in removal.kept]
     if not removal.removed:
         return lines if any(each.calls or each.above for each in logs) else [*lines, "nothing to remove"]
     what = f"{quantity(len(removal.removed), 'round')}, {byte_size(removal.size)}"

@@ -103,18 +103,17 @@ def source_condition(source: Mapping[str, Any]) -> str:
 
 
 def criterion_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """The result of the gate for each criterion, suite and tripwire. Rounds of early versions have none."""
+    """The result of the gate for each criterion, suite and tripwire."""
     from flywheel.training.gate.gate import TRIPWIRES
 
-    suites = ({**each, "criterion": f"suite {each['name']}"} for each in comparison.get("suites", []))
+    suites = ({**each, "criterion": f"suite {each['name']}"} for each in comparison["suites"])
     wires = (
-        {**each, "criterion": f"tripwire {TRIPWIRES[each['criterion']].label}"}
-        for each in comparison.get("tripwires", [])
+        {**each, "criterion": f"tripwire {TRIPWIRES[each['criterion']].label}"} for each in comparison["tripwires"]
     )
     return [
         f"  {each['criterion']}: {each['deployed_mean']:.3f} → {each['candidate_mean']:.3f} on"
         f" {quantity(each['tasks'], 'task')}, gain {each['gain']:+.3f} ({each['lower']:+.3f} … {each['upper']:+.3f})"
-        for each in (*comparison.get("criteria", []), *suites, *wires)
+        for each in (*comparison["criteria"], *suites, *wires)
     ]
 
 

@@ -147,7 +147,7 @@ class Eraser:
         while seen != len(found.calls) + len(found.traces):
             seen = len(found.calls) + len(found.traces)
             calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
-            traces = found.traces | await asyncio.to_thread(self._traces_of, wanted, user, calls)
+            traces = found.traces | await self._traces_of(wanted, user, calls)
             found = await self._store.read(erasures.touched, wanted, calls, traces, user)
         found.shared = {conversation for conversation, _ in within}
         return found
@@ -162,7 +162,7 @@ class Eraser:
         """The services of each trace of a conversation, and the recorded calls that its received spans name."""
         received, calls = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for path in _inboxes(self._config.state_dir):
-            for trace, service, named in await asyncio.to_thread(inbox.services_of, path, conversation):
+            for trace, service, named in await inbox.services_of(path, conversation):
                 received[trace] |= {service} - {""}
                 calls[trace] |= set(named)
         return await self._store.read(erasures.services_by_trace, conversation, received), calls
@@ -239,10 +239,9 @@ class Eraser:
             found.update(_in_log(path, extending, sorted(calls)))
         return found
 
-    def _traces_of(self, wanted: Collection[str], user: str, calls: Collection[str]) -> set[str]:
-        return {
-            trace for path in _inboxes(self._config.state_dir) for trace in inbox.traces_of(path, wanted, user, calls)
-        }
+    async def _traces_of(self, wanted: Collection[str], user: str, calls: Collection[str]) -> set[str]:
+        inboxes = _inboxes(self._config.state_dir)
+        return set().union(*[await inbox.traces_of(path, wanted, user, calls) for path in inboxes])
 
     def _call_logs(self) -> list[Path]:
         """The copy of all call logs, and those of servers that have the same state directory."""
@@ -271,7 +270,7 @@ class Eraser:
 
     async def erase_spans(self, erasing: Erasing) -> None:
         inboxes, traces = _inboxes(self._config.state_dir), erasing.found.traces
-        erasing.done["spans"] = sum([await asyncio.to_thread(inbox.erase, path, traces) for path in inboxes])
+        erasing.done["spans"] = sum([await inbox.erase(path, traces) for path in inboxes])
 
     async def erase_files(self, erasing: Erasing) -> None:
         if erasing.found.tasks:

@@ -128,7 +128,7 @@ def _rounds_after(conn: Connection, after: int) -> list[Row]:
     names = ("state", "target", "parent", "trigger", "attempt", "reason", "created_at", "finished_at")
     columns = [rounds.c.id.label("number"), rounds.c.name.label("round"), *(rounds.c[name] for name in names)]
     query = (
-        select(*columns, adapters.c.name.label("adapter"), adapters.c.comparison)
+        select(*columns, adapters.c.name.label("adapter"), rounds.c.result["comparison"].label("comparison"))
         .outerjoin(adapters, adapters.c.round_id == rounds.c.id)
         .where(rounds.c.id > after)
         .order_by(rounds.c.id)

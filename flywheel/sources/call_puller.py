@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sqlite3
 import time
@@ -25,6 +24,7 @@ from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.watches import UnitCall
+from flywheel.system.files import looked_up
 
 if TYPE_CHECKING:
     from flywheel.serving.client.replica_client import Replica
@@ -79,22 +79,13 @@ _PENDING: Final = "SELECT url, count(*) FROM pending_erasures GROUP BY url"
 def pulled_servers(path: Path) -> dict[str, PulledServer]:
     """Every server that was ever asked, by URL, for a look at the file beside the process that writes it. Nothing, if
     there is no such file or it cannot be read."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute(_SERVERS).fetchall()
-    except sqlite3.Error:
-        return {}
-    return {row[0]: PulledServer(*row) for row in rows}
+    return {row[0]: PulledServer(*row) for row in looked_up(path, _SERVERS)}
 
 
 def pending_erasures(path: Path) -> dict[str, int]:
     """How many calls are to be erased still, as `CallLogCopy.pending` says, for a look at the file beside the process
     that writes it. Nothing, if there is no such file or it cannot be read."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            return dict(connection.execute(_PENDING).fetchall())
-    except sqlite3.Error:
-        return {}
+    return dict(looked_up(path, _PENDING))
 
 
 class CallLogCopy(CallLog):

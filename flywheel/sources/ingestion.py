@@ -342,7 +342,7 @@ class SourceIngestion:
             if recorded.erased_calls:
                 await self._calls.erase_new(recorded.erased_calls)
         if recorded.erased_traces and self.connector.type in _WITH_INBOX:
-            await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
+            await inbox.erase(self.path, recorded.erased_traces, rewrite=False)
         self._erased_traces |= recorded.erased_traces
         total.add(recorded)
         if self._repeated is not None:

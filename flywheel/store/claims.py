@@ -15,7 +15,7 @@ from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import influences, tasks, verdicts
 from flywheel.store.kernel.transitions import JUDGED_AGAIN, move, move_all, record, utcnow
-from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks
+from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks, point
 from flywheel.store.verdicts import store as store_verdict
 from flywheel.system.terminal import quantity
 
@@ -196,6 +196,7 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
         why = verdict.error
         retry_at = _after(retry_seconds)
     move(conn, task, TaskState.JUDGING, new, why[:500], retry_at=retry_at, crashes=0)
+    point(conn, [task])
 
 
 def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -> bool:

@@ -85,7 +85,7 @@ SENTENCES: Final = (
 )
 """What may quote a text of any task. Events about other rows lose their details with these."""
 
-RECORDS: Final = frozenset({rounds.c.result, adapters.c.comparison, adapters.c.probe})
+RECORDS: Final = frozenset({rounds.c.result, adapters.c.probe})
 """JSON with records of tasks, of which those of erased ones are removed (`flywheel.daemon.rounds.erasure`)."""
 
 _TEXTLESS: Final = {
@@ -109,7 +109,7 @@ _TEXTLESS: Final = {
     "calibrations": "rubric_id rubric_hash judge_hash judge_model created_at",
     "rounds": "name state target trigger parent config_hash rubric_hash dir selection created_at finished_at",
     "round_samples": "split",
-    "gate_decisions": "decided_at decision",
+    "gate_tests": "decided_at decision",
     "adapters": "name parent base_model path sha256 state created_at",
     "deployments": "alias active_alias endpoints adapter previous ab_test state report"
     " created_at activated_at retired_at",

@@ -506,7 +506,7 @@ def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> No
     used = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.text, sorted(texts))}
     for some in chunks(sorted(texts - used)):
         conn.execute(delete(embeddings).where(embeddings.c.text.in_(some)))
-    empty = {**emptied(tasks), "beginning": None, "retry_at": None}
+    empty = {**emptied(tasks), "beginning": None, "retry_at": None, "verdict_id": None}
     for number, key in found.tasks.items():
         conversation = select(tasks.c.conversation_id).where(tasks.c.id == number)
         values = {

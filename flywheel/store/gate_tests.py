@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, select, true, update
+from sqlalchemy import ColumnElement, Connection, case, exists, func, insert, select, true, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.exclusion import EVERY_TARGET, Scope
@@ -10,7 +10,7 @@ from flywheel.records.round import Comparison, GateDecision, GateTest, SpentTest
 from flywheel.records.states import RoundState
 from flywheel.records.task import NO_CONVERSATION
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import gate_conversations, gate_decisions, gate_tests, rounds, tasks
+from flywheel.store.kernel.schema import gate_conversations, gate_tests, rounds, tasks
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.samples import allowed, of_the_gate
 
@@ -49,16 +49,14 @@ def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
 
 def record_decision(conn: Connection, round_id: int, decision: GateDecision) -> None:
     """Record the gate's decision about a round. The same one is not recorded twice, another one replaces it."""
-    values = decision.model_dump(mode="json")
-    own = gate_decisions.c.round_id == round_id
-    if conn.execute(select(gate_decisions.c.decision).where(own)).scalar_one_or_none() != values:
-        conn.execute(delete(gate_decisions).where(own))
-        conn.execute(insert(gate_decisions).values(round_id=round_id, decided_at=utcnow(), decision=values))
+    if decision_of(conn, round_id) != decision:
+        own = update(gate_tests).where(gate_tests.c.round_id == round_id)
+        conn.execute(own.values(decided_at=utcnow(), decision=decision.model_dump(mode="json")))
 
 
 def decision_of(conn: Connection, round_id: int) -> GateDecision | None:
-    """The recorded decision about a round; None without one, and for rounds of early versions."""
-    query = select(gate_decisions.c.decision).where(gate_decisions.c.round_id == round_id)
+    """The recorded decision about a round; None without one."""
+    query = select(gate_tests.c.decision).where(gate_tests.c.round_id == round_id)
     found = conn.execute(query).scalar_one_or_none()
     return GateDecision.model_validate(found) if found is not None else None
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, or_, select
 
 from flywheel.errors import StoreError
 from flywheel.judge.annotations import Annotation, LeftOutError, spellings
@@ -91,24 +91,20 @@ def add(
     Raises StoreError.
     """
     attempted = f"label {key}"
-    task = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalar_one_or_none()
+    query = select(tasks.c.id, tasks.c.verdict_id, verdicts.c.results)
+    query = query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id)
+    task = conn.execute(query.where(tasks.c.key == key)).one_or_none()
     if task is None:
         raise StoreError(attempted, "there is no task with this id", "`flywheel tasks` lists them.")
     if len(comment) > LONGEST_COMMENT:
         raise StoreError(attempted, f"the comment has more than {LONGEST_COMMENT:,} characters", "Shorten it.")
-    verdict = conn.execute(
-        select(verdicts.c.id, verdicts.c.results)
-        .where(verdicts.c.task_id == task)
-        .order_by(verdicts.c.created_at.desc(), verdicts.c.id.desc())
-        .limit(1)
-    ).one_or_none()
-    criteria = [str(result["criterion"]) for result in verdict.results] if verdict is not None else []
+    criteria = [str(result["criterion"]) for result in task.results or ()]
     if criterion and criterion not in criteria:
         why = f"its verdict has no criterion {criterion!r}" + (f", but {', '.join(criteria)}" if criteria else "")
         raise StoreError(attempted, why, "Name another criterion, or none for the whole reply.")
-    person = {"task_id": task, "criterion": criterion, "labelled_by": storable(by)}
+    person = {"task_id": task.id, "criterion": criterion, "labelled_by": storable(by)}
     said = {
-        "verdict_id": verdict.id if verdict is not None else None,
+        "verdict_id": task.verdict_id,
         "label": label.value,
         "comment": storable(comment.strip()),
         "is_blind": is_blind,
@@ -221,7 +217,7 @@ def listed(conn: Connection, *, by: str | None = None, criterion: str | None = N
     if criterion is not None:
         query = query.where(labels.c.criterion == criterion)
     rows = conn.execute(query.order_by(labels.c.id.desc())).all()
-    judged = _judged(conn, {row.task_id for row in rows}) | _met(conn, {row.task_id for row in rows if row.criterion})
+    judged = _judged(conn, {row.task_id for row in rows})
     return [
         Opinion(
             row.id, row.key, Label(row.label), row.criterion, row.comment, bool(row.is_blind), row.labelled_by,
@@ -255,18 +251,14 @@ def _counts() -> ColumnElement[bool]:
 
 
 def _judged(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
-    """Whether the newest decided verdict of a judge accepts each task, under the task and "" for the whole reply."""
-    query = select(verdicts.c.task_id, verdicts.c.outcome).where(OF_JUDGES).order_by(verdicts.c.id)
-    rows = rows_in(conn, query, verdicts.c.task_id, sorted(ids))
-    return {(row.task_id, ""): row.outcome == Outcome.ACCEPTED.value for row in rows}
-
-
-def _met(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
-    """Whether each criterion was met by the same verdict."""
-    query = select(verdicts.c.task_id, verdicts.c.results).where(OF_JUDGES).order_by(verdicts.c.id)
-    newest = {row.task_id: row.results for row in rows_in(conn, query, verdicts.c.task_id, sorted(ids))}
-    return {
-        (task, str(each["criterion"])): bool(each["passed"]) for task, results in newest.items() for each in results
+    """Whether the newest decided verdict of a judge accepts each task, under the task and "" for the whole reply, and
+    whether it found each criterion met."""
+    columns = verdicts.c.task_id, verdicts.c.outcome, verdicts.c.results
+    query = select(*columns).where(OF_JUDGES).order_by(verdicts.c.id)
+    newest = {row.task_id: row for row in rows_in(conn, query, verdicts.c.task_id, sorted(ids))}
+    whole = {(task, ""): row.outcome == Outcome.ACCEPTED.value for task, row in newest.items()}
+    return whole | {
+        (task, str(each["criterion"])): bool(each["passed"]) for task, row in newest.items() for each in row.results
     }
 
 
@@ -383,12 +375,6 @@ def is_random(task: ColumnElement[int]) -> ColumnElement[bool]:
 
 def _is_disputed() -> ColumnElement[bool]:
     """Verdicts of which the judge's answers differ, or that a label contradicts."""
-    # Parsing JSON takes most of the time: only that of verdicts with several answers is parsed.
-    text, stage = func.coalesce(verdicts.c.judgements, "[]"), literal('"stage"')
-    after_first = func.substr(text, func.instr(text, stage) + 7)
-    each = func.json_each(verdicts.c.judgements).table_valued("value")
-    outcomes = select(func.count(func.distinct(func.json_extract(each.c.value, "$.outcome")))).select_from(each)
-    differ = and_(func.instr(after_first, stage) > 0, outcomes.correlate(verdicts).scalar_subquery() > 1)
     opposite = or_(
         and_(labels.c.label == Label.ACCEPT.value, verdicts.c.outcome == Outcome.REJECTED.value),
         and_(labels.c.label == Label.REJECT.value, verdicts.c.outcome == Outcome.ACCEPTED.value),
@@ -398,4 +384,4 @@ def _is_disputed() -> ColumnElement[bool]:
         .where(labels.c.task_id == verdicts.c.task_id, labels.c.criterion == "", opposite, _counts())
         .correlate(verdicts)
     )
-    return or_(differ, contradicted)
+    return or_(verdicts.c.is_disputed, contradicted)

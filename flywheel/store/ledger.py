@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from msgspec.structs import replace
 from sqlalchemy import (
     Connection,
@@ -89,11 +88,6 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
     """Bring a known reply up to date with its entry; whether anything about it is new."""
     state = ReplyState(known.state)
     given_up = state is ReplyState.DEAD or known.skip_reason == SkipReason.UNFINISHED
-    if known.content is None and not given_up and _reads_the_same(conn, known, entry):
-        # An older state has no hash of the whole reply, and what it says is the same.
-        _set(conn, known.id, entry)
-        _release_calls(conn, known, entry, done)
-        return False
     is_released = known.skip_reason == SkipReason.RECORDED and entry.skip is not SkipReason.RECORDED
     if entry.waits:
         return False
@@ -129,16 +123,6 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         make_due(conn, task)
         move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, "its reply is none any more, or another one")
     return True
-
-
-def _reads_the_same(conn: Connection, known: Row[Any], entry: Entry) -> bool:
-    """Whether a reply has the same question and answer, or is skipped for the same reason."""
-    if known.task_id is None:
-        return bool(known.skip_reason == entry.skip)
-    if entry.skip is not None:
-        return False
-    payload = conn.execute(select(tasks.c.payload).where(tasks.c.id == known.task_id)).scalar_one()
-    return bool(payload["metadata"]["qa_hash"] == orjson.loads(entry.line)["metadata"]["qa_hash"])
 
 
 def _is_free(conn: Connection, task: int) -> bool:
@@ -588,7 +572,7 @@ def found_calls(conn: Connection, numbers: Sequence[int]) -> dict[int, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class StoredReply:
-    """A reply in the ledger; `content` is its content hash, None if an older state has none."""
+    """A reply in the ledger; `content` is its content hash, None of one that is dead or erased."""
 
     number: int
     state: ReplyState

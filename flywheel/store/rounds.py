@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -53,26 +52,13 @@ UNPROVABLE: Final = "unprovable"
 """The event of an adapter whose probe was removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Old:
-    """A round that ended long ago.
+def old(conn: Connection, keep_days: float, keep_served: int) -> list[tuple[Row[Any], str]]:
+    """Rounds that ended more than `keep_days` ago and still have files, the oldest first, each with why these have to
+    stay, empty if they need not.
 
-    `adapter` is the path of its adapter, empty if it has none; `requested` whether a server was ever asked to load
-    it; `needed` why its files must stay, empty if they need not.
+    They have `id`, `name`, `state`, `finished_at`, `dir`, the path of their `adapter`, empty if they have none, and
+    `requested`, whether a server was ever asked to load it.
     """
-
-    id: int
-    name: str
-    state: str
-    finished_at: str
-    dir: str
-    adapter: str
-    requested: bool
-    needed: str = ""
-
-
-def old(conn: Connection, keep_days: float, keep_served: int) -> list[Old]:
-    """Rounds that ended more than `keep_days` ago and still have files, the oldest first."""
     before = (datetime.now(UTC) - timedelta(days=keep_days)).isoformat(timespec="milliseconds")
     needed = _needed(conn, keep_served)
     removed = and_(_has_adapter, adapters.c.state == AdapterState.REMOVED.value)
@@ -81,34 +67,34 @@ def old(conn: Connection, keep_days: float, keep_served: int) -> list[Old]:
         .where(rounds.c.live.is_(None), rounds.c.finished_at <= before)
         .where(~removed, or_(_has_adapter, ~exists().where(_of_round(events, REMOVING))))
     )
-    return [_old(row, needed.get(row.name, "")) for row in rows]
+    return [(row, needed.get(row.name, "")) for row in rows]
 
 
-def begin(conn: Connection, names: Sequence[str], keep_days: float, keep_served: int, why: str) -> list[Old]:
-    """Record that the files of these rounds are being removed; returns those that may be.
+def begin(conn: Connection, names: Sequence[str], keep_days: float, keep_served: int, why: str) -> None:
+    """Record that the files of these rounds are being removed, as far as they may be.
 
     The caller holds `swap.lock`.
     """
-    may_go = [each for each in old(conn, keep_days, keep_served) if each.name in names and not each.needed]
-    for each in may_go:
+    for each, needed in old(conn, keep_days, keep_served):
+        if each.name not in names or needed:
+            continue
         record(conn, rounds.name, [str(each.id)], each.state, REMOVING, why)
         row = conn.execute(
             select(adapters.c.id, adapters.c.state).where(adapters.c.round_id == each.id)
         ).one_or_none()
         if row is not None:
             move(conn, row.id, AdapterState(row.state), AdapterState.REMOVED, why)
-    return may_go
 
 
-def begun(conn: Connection) -> list[Old]:
-    """Rounds whose removal was interrupted. An adapter that was restored since stays."""
+def begun(conn: Connection) -> Sequence[Row[Any]]:
+    """Rounds, as in `old`, whose removal was interrupted. An adapter that was restored since stays."""
     begin, end = events.alias(), events.alias()
     ended = exists().where(
         end.c.kind == begin.c.kind, end.c.subject == begin.c.subject, end.c.new == REMOVED, end.c.id > begin.c.id
     )
     unfinished = exists().where(_of_round(begin, REMOVING), ~ended)
     gone = or_(~_has_adapter, adapters.c.state == AdapterState.REMOVED.value)
-    return [_old(row) for row in conn.execute(_rounds().where(unfinished, gone))]
+    return conn.execute(_rounds().where(unfinished, gone)).all()
 
 
 def end(conn: Connection, round_id: int, state: str, size: int) -> None:
@@ -127,14 +113,10 @@ def _rounds() -> Select[Any]:
     requested = exists().where(deployments.c.adapter == rounds.c.name).label("requested")
     columns = (rounds.c.id, rounds.c.name, rounds.c.state, rounds.c.finished_at, rounds.c.dir)
     return (
-        select(*columns, adapters.c.path, requested)
+        select(*columns, func.coalesce(adapters.c.path, "").label("adapter"), requested)
         .outerjoin(adapters, adapters.c.round_id == rounds.c.id)
         .order_by(rounds.c.id)
     )
-
-
-def _old(row: Row[Any], needed: str = "") -> Old:
-    return Old(row.id, row.name, row.state, row.finished_at, row.dir, row.path or "", bool(row.requested), needed)
 
 
 def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
@@ -364,15 +346,10 @@ def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, wh
     if new in (RoundState.PROMOTED, RoundState.REJECTED):
         spent = _used_in(conn, used, max_uses)
     if new is RoundState.PROMOTED:
-        spent |= set(used) - _without_gradient(conn, round_id)
+        flat = round_samples.c.round_id == round_id, round_samples.c.without_gradient
+        spent |= set(used) - set(conn.execute(select(round_samples.c.task_id).where(*flat)).scalars())
     move_all(conn, sorted(spent), TaskState.RESERVED, TaskState.CONSUMED, why[:200])
     move_all(conn, (task for task in used if task not in spent), TaskState.RESERVED, TaskState.ACCEPTED, why[:200])
-
-
-def _without_gradient(conn: Connection, round_id: int) -> set[int]:
-    result = conn.execute(select(rounds.c.result).where(rounds.c.id == round_id)).scalar_one()
-    keys = result["without_gradient"] if result and "without_gradient" in result else []
-    return {row.id for row in rows_in(conn, select(tasks.c.id), tasks.c.key, keys)}
 
 
 def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:
@@ -403,13 +380,23 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
     conn.execute(update(rounds).where(rounds.c.id == round_id).values(result=result.model_dump(mode="json")))
     if result.comparison is not None:
         gate_tests.spend(conn, round_id, result.comparison)
-    for key, why in result.left_out.items():
-        for row in conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == key)).all():
-            record(conn, tasks.name, [str(row.id)], row.state, LEFT_OUT, f"of {result.round_id}: {why}")
+    of_keys = select(tasks.c.id, tasks.c.key, tasks.c.state)
+    for row in list(rows_in(conn, of_keys, tasks.c.key, list(result.left_out))):
+        why = f"of {result.round_id}: {result.left_out[row.key]}"
+        record(conn, tasks.name, [str(row.id)], row.state, LEFT_OUT, why)
+    _mark(conn, round_id, result.left_out, left_out=True)
+    _mark(conn, round_id, result.without_gradient, without_gradient=True)
     _release(conn, round_id, result)
     of_tasks = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload)
     for row in list(rows_in(conn, of_tasks, tasks.c.key, list(result.inexact))):
         _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")
+
+
+def _mark(conn: Connection, round_id: int, keys: Iterable[str], **values: bool) -> None:
+    """Set columns of the samples of a round that have these keys."""
+    for some in chunks(list(keys)):
+        own = round_samples.c.task_id.in_(select(tasks.c.id).where(tasks.c.key.in_(some)))
+        conn.execute(update(round_samples).where(round_samples.c.round_id == round_id, own).values(**values))
 
 
 def _release(conn: Connection, round_id: int, result: RoundResult) -> None:
@@ -448,7 +435,6 @@ def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base
         base_model=base_model,
         path=result.adapter.path,
         sha256=result.adapter.sha256,
-        comparison=result.comparison and result.comparison.model_dump(mode="json"),
         probe=result.probe and result.probe.model_dump(mode="json"),
     )
     move(conn, row, AdapterState.STAGED, AdapterState.READY, "its files are whole")

@@ -84,13 +84,9 @@ def accepted_lines(conn: Connection, limit: int) -> list[dict[str, Any]]:
 
 
 def scores(conn: Connection, keys: Sequence[str]) -> dict[str, float]:
-    """The newest score of each of these tasks that has one, by key."""
-    query = (
-        select(tasks.c.key, verdicts.c.score)
-        .join(verdicts, verdicts.c.task_id == tasks.c.id)
-        .where(verdicts.c.score.is_not(None))
-        .order_by(verdicts.c.id)
-    )
+    """The scores of these tasks, as far as their current verdicts have one, by key."""
+    current = verdicts.c.id == tasks.c.verdict_id, verdicts.c.score.is_not(None)
+    query = select(tasks.c.key, verdicts.c.score).join(verdicts, and_(*current))
     return {row.key: row.score for row in rows_in(conn, query, tasks.c.key, keys)}
 
 
@@ -187,7 +183,7 @@ def replayable(
     last = func.max(rounds.c.id).label("last")
     promoted = func.max(case((rounds.c.state == RoundState.PROMOTED.value, rounds.c.id)))
     some = (
-        select(tasks.c.id, tasks.c.key, tasks.c.structure, func.count().label("uses"), last)
+        select(tasks.c.id, tasks.c.structure, func.count().label("uses"), last)
         .join(round_samples, round_samples.c.task_id == tasks.c.id)
         .join(rounds, rounds.c.id == round_samples.c.round_id)
         .where(
@@ -206,13 +202,10 @@ def replayable(
         .subquery()
     )
     query = select(some, *_KNOWN_OF).outerjoin(influences, influences.c.task_id == some.c.id).order_by(some.c.id)
-    found = conn.execute(query).all()
-    if not with_spread:
-        return found
-    flat = func.json_each(rounds.c.result, "$.without_gradient").table_valued("value", joins_implicitly=True)
-    of_rounds = select(rounds.c.id, flat.c.value).select_from(rounds, flat)
-    without = set(map(tuple, rows_in(conn, of_rounds, rounds.c.id, sorted({row.last for row in found}))))
-    return [row for row in found if (row.last, row.key) not in without]
+    if with_spread:
+        of_last = round_samples.c.task_id == some.c.id, round_samples.c.round_id == some.c.last
+        query = query.where(~exists().where(*of_last, round_samples.c.without_gradient))
+    return conn.execute(query).all()
 
 
 def lines(conn: Connection, ids: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -275,9 +268,7 @@ def of_the_gate() -> ColumnElement[bool]:
 
 def stands() -> ColumnElement[bool]:
     """Accepted tasks, and those that no filter or person has set aside since the judge decided."""
-    set_aside = exists().where(verdicts.c.task_id == tasks.c.id, NOT_OF_THE_JUDGE)
-    # Most were never set aside, which an index shows; the times of verdicts are in no index.
-    return or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
+    return or_(tasks.c.state == TaskState.ACCEPTED.value, ~decided_by_others())
 
 
 def allowed(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:

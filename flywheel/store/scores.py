@@ -19,8 +19,8 @@ _DECIDED: Final = frozenset({TaskState.ACCEPTED, TaskState.REJECTED})
 def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[tuple[Row[Any], Row[Any]]], int]:
     """The replies that were judged among the next `limit` events after this one, and the number of the last of these.
 
-    Each has `id`, `trace_id`, `span_id`, and `key` and `started_at` of its task, and is given with the newest decided
-    verdict of a judge. Tasks that a filter or a person decided are not among them.
+    Each has `id`, `trace_id`, `span_id`, and `key` and `started_at` of its task, and is given with its current
+    verdict, which a judge gave. Tasks that a filter or a person decided are not among them.
     """
     rows = conn.execute(select(events).where(events.c.id > event).order_by(events.c.id).limit(limit)).all()
     judged = {
@@ -29,20 +29,19 @@ def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[tuple[R
         if row.kind == tasks.name
         and (row.new == JUDGED_AGAIN or (row.old == TaskState.JUDGING and row.new in _DECIDED))
     }
-    return _newest(conn, replies.c.task_id, sorted(judged)), rows[-1].id if rows else event
+    return _judged(conn, replies.c.task_id, sorted(judged)), rows[-1].id if rows else event
 
 
 def of_reply(conn: Connection, number: int) -> tuple[Row[Any], Row[Any]] | None:
     """The reply of this number, as `judged_after` gives it; None if it is erased, or has no such verdict any more."""
-    return next(iter(_newest(conn, replies.c.id, [number])), None)
+    return next(iter(_judged(conn, replies.c.id, [number])), None)
 
 
-def _newest(conn: Connection, column: Column[Any], numbers: Sequence[int]) -> list[tuple[Row[Any], Row[Any]]]:
-    """Replies that are not erased, with the newest decided verdicts of a judge."""
-    columns = replies.c.id, replies.c.trace_id, replies.c.span_id, replies.c.task_id, tasks.c.key, tasks.c.started_at
-    query = select(*columns).join(tasks).where(tasks.c.state != TaskState.ERASED.value)
+def _judged(conn: Connection, column: Column[Any], numbers: Sequence[int]) -> list[tuple[Row[Any], Row[Any]]]:
+    """Replies with the current verdicts of their tasks, those that a judge decided."""
+    columns = replies.c.id, replies.c.trace_id, replies.c.span_id, tasks.c.verdict_id, tasks.c.key, tasks.c.started_at
+    query = select(*columns).join(tasks).where(tasks.c.verdict_id.is_not(None))
     found = list(rows_in(conn, query, column, numbers))
-    of_judges = select(verdicts).where(OF_JUDGES).order_by(verdicts.c.created_at, verdicts.c.id)
-    with_task = sorted({row.task_id for row in found})
-    newest = {row.task_id: row for row in rows_in(conn, of_judges, verdicts.c.task_id, with_task)}
-    return [(row, newest[row.task_id]) for row in found if row.task_id in newest]
+    of_judges, current = select(verdicts).where(OF_JUDGES), sorted({row.verdict_id for row in found})
+    judged = {row.id: row for row in rows_in(conn, of_judges, verdicts.c.id, current)}
+    return [(row, judged[row.verdict_id]) for row in found if row.verdict_id in judged]

@@ -222,7 +222,8 @@ def make_due(conn: Connection, task: int) -> None:
     """Delete what was found out about a task without cost: its reply has changed, and it is pending again."""
     state = TaskState(conn.execute(select(tasks.c.state).where(tasks.c.id == task)).scalar_one())
     if state is not TaskState.PENDING:
-        move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
+        why = "its reply changed, and nothing was paid for it"
+        move(conn, task, state, TaskState.PENDING, why, retry_at=None, verdict_id=None)
         # What people said of it stays, without the verdict that they may have seen.
         conn.execute(update(labels).where(labels.c.task_id == task).values(verdict_id=None))
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))

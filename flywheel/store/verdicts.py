@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, true, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, true, update
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
+from flywheel.records.states import ACCEPTED, TaskState
 from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import judge_usage
-from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.bulk import chunks, rows_in
 from flywheel.store.kernel.schema import judge_models, rubrics, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 
@@ -30,6 +31,7 @@ PERSON: Final = "person"
 NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
 OF_JUDGES: Final = and_(verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value]), ~NOT_OF_THE_JUDGE)
 """Decided verdicts of judges."""
+_later: Final = verdicts.alias("later")
 SAMPLED: Final = 200
 """The newest verdicts whose usage estimates are based on."""
 _COUNTS: Final = ("calls", "prompt_tokens", "completion_tokens")
@@ -62,6 +64,7 @@ def store(
         "latency_seconds": verdict.latency_seconds,
         "created_at": utcnow(),
         "judgements": [asdict(judgement) for judgement in verdict.judgements],
+        "is_disputed": len({judgement.outcome for judgement in verdict.judgements}) > 1,
     }
     is_replaced = or_(verdicts.c.outcome == Outcome.UNDECIDED.value, NOT_OF_THE_JUDGE)
     if verdict.outcome is not Outcome.UNDECIDED:
@@ -73,6 +76,26 @@ def store(
     )
     if replaced.rowcount == 0:
         conn.execute(insert(verdicts).values(**key, **values, **counts).on_conflict_do_nothing())
+    point(conn, [task])
+
+
+def point(conn: Connection, ids: Sequence[int]) -> None:
+    """Set the current verdict of these tasks, whose verdicts or states have changed.
+
+    It is the newest verdict with the outcome that the state says: after a change of rubric and back an older verdict
+    decides again. Of a task that is not decided, it is the newest verdict.
+    """
+    said = case(
+        (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
+        (tasks.c.state.in_([state.value for state in ACCEPTED]), Outcome.ACCEPTED.value),
+        else_=verdicts.c.outcome,
+    )
+    newest = select(verdicts.c.id).where(verdicts.c.task_id == tasks.c.id).limit(1)
+    newest = newest.order_by(verdicts.c.created_at.desc(), verdicts.c.id.desc())
+    current = func.coalesce(newest.where(verdicts.c.outcome == said).scalar_subquery(), newest.scalar_subquery())
+    for some in chunks(ids):
+        is_other = tasks.c.verdict_id.is_distinct_from(current)
+        conn.execute(update(tasks).where(tasks.c.id.in_(some), is_other).values(verdict_id=current))
 
 
 def of_tasks(conn: Connection, ids: Sequence[int], judge_hash: str) -> dict[int, list[tuple[str, Verdict]]]:
@@ -104,6 +127,7 @@ def copy(conn: Connection, found: Sequence[dict[str, Any]]) -> None:
         values = {name: value for name, value in row.items() if name not in ("id", "key", "task_id")}
         added = insert(verdicts).values(task_id=numbers[row["key"]], **values)
         conn.execute(added.on_conflict_do_nothing())
+    point(conn, list(numbers.values()))
 
 
 def newest_of(conn: Connection, keys: Sequence[str], rubric_hash: str, judge_hash: str) -> dict[str, Verdict]:
@@ -150,12 +174,10 @@ def record_rubric(conn: Connection, rubric_hash: str, name: str) -> None:
 
 def decided_by_others() -> ColumnElement[bool]:
     """Tasks whose newest verdict is one of a filter chain or a person, who rejected it."""
-    times = select(func.max(verdicts.c.created_at)).where(verdicts.c.task_id == tasks.c.id)
-    is_by_others = and_(NOT_OF_THE_JUDGE, verdicts.c.outcome == Outcome.REJECTED.value)
-    others = times.where(is_by_others).scalar_subquery()
-    judges = times.where(~is_by_others).scalar_subquery()
+    is_by_others = NOT_OF_THE_JUDGE, verdicts.c.outcome == Outcome.REJECTED.value
     # A filter behind the judge decides in the same moment as the judge.
-    return and_(others.is_not(None), others >= func.coalesce(judges, ""))
+    later = exists().where(_later.c.task_id == verdicts.c.task_id, _later.c.created_at > verdicts.c.created_at)
+    return exists().where(verdicts.c.task_id == tasks.c.id, *is_by_others, ~later)
 
 
 @dataclass(frozen=True, slots=True)

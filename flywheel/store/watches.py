@@ -277,8 +277,8 @@ def _outcome(conn: Connection, row: Row[Any]) -> Outcome | None:
         return _TASKS.get(state)
     if row.repeated is not None:
         return Outcome(Result.NO_UNIT, "the question repeats another one")
-    newest = select(verdicts.c.reason).where(verdicts.c.task_id == row.task_id).order_by(verdicts.c.created_at.desc())
-    reason = conn.execute(newest.limit(1)).scalar_one_or_none() or ""
+    current = select(verdicts.c.reason).join(tasks, tasks.c.verdict_id == verdicts.c.id)
+    reason = conn.execute(current.where(tasks.c.id == row.task_id)).scalar_one_or_none() or ""
     if reason.startswith(_OF_THE_QUESTION):
         return Outcome(Result.NO_UNIT, "the question was filtered out")
     return Outcome(Result.FAILURE, "rejected")

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import select
+import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,16 @@ def make_private_database(path: Path) -> None:
     make_private(path.parent)
     with contextlib.suppress(FileExistsError):
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+
+def looked_up(path: Path, query: str, *values: object) -> list[Any]:
+    """The rows of a query of an SQLite database, for a look beside the process that writes it. None, if there is no
+    such file or it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            return connection.execute(query, values).fetchall()
+    except sqlite3.Error:
+        return []
 
 
 _piped: Final[dict[tuple[str, int, int], bytes]] = {}

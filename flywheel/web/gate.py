@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flywheel.config import Config, GateSettings
+from flywheel.config import Config
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.errors import StoreError
@@ -27,11 +27,11 @@ from flywheel.records.round import (
     Score,
     SuiteComparison,
 )
-from flywheel.records.states import LIVE_ROUND, RoundState
-from flywheel.store.views import gate_outcomes, task_list
-from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.records.states import LIVE_ROUND
+from flywheel.store.views import round_list, task_list
+from flywheel.store.views.round_list import RoundFacts
 from flywheel.training.data.rollout_file import read_answers
-from flywheel.training.gate.gate import TRIPWIRES, decide, misses_of
+from flywheel.training.gate.gate import TRIPWIRES, misses_of
 from flywheel.web import plots
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
 from flywheel.web.site import position, site_of
@@ -51,8 +51,8 @@ async def show_list(request: Request) -> Response:
 
 
 def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any]:
-    found = gate_outcomes.listed(conn, PER_PAGE + 1, before)
-    shown = [known(each, config.gate) for each in found[:PER_PAGE]]
+    found = round_list.listed(conn, PER_PAGE + 1, before)
+    shown = found[:PER_PAGE]
     seen = [each.comparison for each in shown if each.comparison is not None]
     coming = None
     if before is None:
@@ -73,14 +73,12 @@ def _of_next_tests(conn: Connection, config: Config) -> list[str]:
     return [f"{name}: {text}" if name else text for name, text in told.items()]
 
 
-def of_live(outcome: GateOutcome) -> str:
+def of_live(outcome: RoundFacts) -> str:
     """What test an unfinished round takes."""
     test = outcome.test
-    if test is None:
-        return f"{outcome.round} is unfinished."
     taken = "has taken" if outcome.is_spent else "takes"
     at = f"whose one-sided level is {level(test.alpha)}"
-    return f"{outcome.round} {taken} test {test.number} of epoch {test.epoch}, {at}."
+    return f"{outcome.name} {taken} test {test.number} of epoch {test.epoch}, {at}."
 
 
 def of_next(coming: NextTest) -> str:
@@ -92,22 +90,6 @@ def of_next(coming: NextTest) -> str:
         f" {level(coming.test.alpha)}. With {coming.conversations:,} held-out conversations, it would detect a"
         f" gain of 10 points {coming.power:.0%} of the time."
     )
-
-
-def known(outcome: GateOutcome, gate: GateSettings) -> GateOutcome:
-    """The outcome with its decision if an early version did not record it and today's settings repeat it exactly.
-
-    A promotion's reason does not name its limits, so that it stays as it is.
-    """
-    if outcome.decision is not None or outcome.comparison is None or outcome.state is not RoundState.REJECTED:
-        return outcome
-    decision = decide(outcome.comparison, gate)
-    if decision.promote or decision.reason != outcome.reason:
-        return outcome
-    margins = {name: margin for name, margin in decision.margins.items() if name == decision.criterion}
-    of_suites = {name: margin for name, margin in decision.suite_margins.items() if name == decision.suite}
-    found = decision.model_copy(update={"margins": margins, "suite_margins": of_suites})
-    return replace(outcome, decision=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +150,7 @@ def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
 async def show(request: Request) -> Response:
     """One decision with its evidence."""
     site, name = site_of(request), request.path_params["round"]
-    found = await site.read(partial(_decision, name, site.config.gate))
+    found = await site.read(partial(_decision, name))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
     outcome, questions = found
@@ -204,12 +186,12 @@ async def show(request: Request) -> Response:
     )
 
 
-def _decision(name: str, gate: GateSettings, conn: Connection) -> tuple[GateOutcome, dict[str, str]] | None:
-    outcome = gate_outcomes.by_name(conn, name)
+def _decision(name: str, conn: Connection) -> tuple[RoundFacts, dict[str, str]] | None:
+    outcome = round_list.with_scores(conn, name)
     if outcome is None:
         return None
     scores = outcome.comparison.scores if outcome.comparison is not None else []
-    return known(outcome, gate), task_list.questions(conn, [score.task_id for score in scores])
+    return outcome, task_list.questions(conn, [score.task_id for score in scores])
 
 
 def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
@@ -223,7 +205,7 @@ def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
 Answer = Mapping[str, Any]
 
 
-async def _answers(outcome: GateOutcome, keys: Sequence[str]) -> tuple[dict[str, list[Answer]], str]:
+async def _answers(outcome: RoundFacts, keys: Sequence[str]) -> tuple[dict[str, list[Answer]], str]:
     """The answers about these tasks, and why there are none."""
     path = Path(outcome.dir) / EVALUATION_FILE
     try:
@@ -231,7 +213,7 @@ async def _answers(outcome: GateOutcome, keys: Sequence[str]) -> tuple[dict[str,
     except StoreError as error:
         return {}, str(error)
     if not found:
-        return {}, f"There are no answers in {path}: retention has removed them, or an early version stored none."
+        return {}, f"There are no answers in {path}: retention has removed them."
     by_task: dict[str, list[Answer]] = {}
     for answer in found:
         by_task.setdefault(answer["task_id"], []).append(answer)
@@ -259,7 +241,7 @@ def _reward(answer: Answer) -> float:
 async def show_pair(request: Request) -> Response:
     """All answers of both sides about one task."""
     site, name, key = site_of(request), request.path_params["round"], request.path_params["task"]
-    found = await site.read(partial(_decision, name, site.config.gate))
+    found = await site.read(partial(_decision, name))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
     outcome, questions = found

@@ -8,7 +8,7 @@ from typing import Final
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision, SuiteComparison
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ServingPeriod, rollback_cause
-from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import percent, quantity
 from flywheel.training.gate.gate import of_tripwire
 
@@ -16,9 +16,9 @@ _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "
 
 
-def sentence(outcome: GateOutcome) -> str:
+def sentence(outcome: RoundFacts) -> str:
     """What was decided about a round, and why."""
-    name, reason = outcome.round, outcome.reason.rstrip(". ")
+    name, reason = outcome.name, outcome.reason.rstrip(". ")
     seen, decision = outcome.comparison, outcome.decision
     match outcome.state:
         case RoundState.PROMOTED if seen is not None:
@@ -27,8 +27,8 @@ def sentence(outcome: GateOutcome) -> str:
             return f"{name} was promoted: {reason}."
         case RoundState.REJECTED if decision is not None and decision.promote:
             return f"{name} was better and was rejected: {_obstacle(reason, decision)}."
-        case RoundState.REJECTED if outcome.is_spent or seen is not None:
-            return _rejected(outcome, reason)
+        case RoundState.REJECTED if seen is not None and decision is not None:
+            return _rejected(outcome, seen, decision)
         case RoundState.REJECTED:
             return f"{name} was refused before its test: {reason}."
         case RoundState.FAILED if decision is not None and decision.promote:
@@ -49,7 +49,7 @@ def sentence(outcome: GateOutcome) -> str:
     return f"{name} has not begun."
 
 
-def later(outcome: GateOutcome) -> str:
+def later(outcome: RoundFacts) -> str:
     """What happened to the adapter after the decision, in one sentence; empty if it never served."""
     if not outcome.services:
         return ""
@@ -73,7 +73,7 @@ def later(outcome: GateOutcome) -> str:
     )
 
 
-def compared_with(outcome: GateOutcome) -> str:
+def compared_with(outcome: RoundFacts) -> str:
     """The name of what served when the round began."""
     return outcome.parent or "the base model"
 
@@ -87,7 +87,7 @@ def interval(comparison: Comparison) -> str:
     return f"{percent(comparison.confidence)} interval {comparison.lower:+.3f} to {comparison.upper:+.3f}"
 
 
-def _better(outcome: GateOutcome, seen: Comparison, decision: GateDecision | None) -> str:
+def _better(outcome: RoundFacts, seen: Comparison, decision: GateDecision | None) -> str:
     scores = (
         f"on {quantity(seen.tasks, 'held-out task')} it scored {seen.candidate_mean:.3f} and"
         f" {compared_with(outcome)} {seen.deployed_mean:.3f}"
@@ -100,11 +100,8 @@ def _better(outcome: GateOutcome, seen: Comparison, decision: GateDecision | Non
     return f"{shown}{kept}{since}"
 
 
-def _rejected(outcome: GateOutcome, reason: str) -> str:
-    name, other = outcome.round, compared_with(outcome)
-    seen, decision = outcome.comparison, outcome.decision
-    if seen is None or decision is None:
-        return f"{name} was rejected: {reason}."
+def _rejected(outcome: RoundFacts, seen: Comparison, decision: GateDecision) -> str:
+    name, other = outcome.name, compared_with(outcome)
     gain = f"the gain is {seen.gain:+.3f} ({interval(seen)})"
     total = f"{name} is better in total, with a gain of {seen.gain:+.3f} ({interval(seen)}), but was rejected"
     match decision.reason_code:

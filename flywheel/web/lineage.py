@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -46,11 +45,6 @@ async def show(request: Request) -> Response:
 
 
 ALIAS: Final = "alias"
-REPORTED: Final = ("url", "previous", "loaded", "pointed", "probe", "error", "serves", "condition")
-FIGURES: Final = (
-    "tokens", "parent_slope", "adapter_slope", "standard_error", "noise", "residual", "indistinct", "passed",
-)  # fmt: skip
-"""The fields of `ReplicaReport` and `ProbeFigures`, whose modules would bring an HTTP client into this process."""
 
 
 def address(name: str = "", **parts: object) -> str:
@@ -145,17 +139,8 @@ async def show_deployment(request: Request) -> Response:
     found = await site.read(partial(_deployment, int(number))) if is_number(number) else None
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no deployment {number[:100]}.")
-    replicas = _replicas(found["deployment"].report or {})
+    replicas = (found["deployment"].report or {}).get("replicas", ())
     return site.page("deployment.html", **found, replicas=replicas, address=address)
-
-
-def _replicas(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each server reported; what an early version did not report is None."""
-    unknown, no_figures = dict.fromkeys(REPORTED), dict.fromkeys(FIGURES)
-    return [
-        unknown | replica | {"probe": no_figures | replica["probe"] if replica.get("probe") else None}
-        for replica in report.get("replicas", ())
-    ]
 
 
 def _deployment(number: int, conn: Connection) -> dict[str, Any] | None:

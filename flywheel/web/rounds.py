@@ -27,8 +27,7 @@ from flywheel.records.round import ERROR_FILE, LOG_FILE, RoundSelection
 from flywheel.records.states import LIVE_ROUND, RoundState, Split
 from flywheel.secrets import redact_secrets
 from flywheel.store.kernel import database
-from flywheel.store.views import gate_outcomes, round_list
-from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.store.views import round_list
 from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
@@ -59,18 +58,16 @@ async def show_list(request: Request) -> Response:
     site = site_of(request)
     before = _number(request.query_params.get("before", ""))
     found = await site.read(partial(_page, before))
-    rows = await asyncio.to_thread(_with_files, found.pop("outcomes"), found.pop("facts"))
+    rows = await asyncio.to_thread(lambda: [_with_files(each) for each in found.pop("facts")])
     live = next((row for row in rows if row.is_live), None) if before is None else None
     return site.page("rounds.html", rows=rows, live=live, before=before, later=later, **found)
 
 
 def _page(before: int | None, conn: Connection) -> dict[str, Any]:
-    found = gate_outcomes.listed(conn, PER_PAGE + 1, before)
-    outcomes = found[:PER_PAGE]
+    found = round_list.listed(conn, PER_PAGE + 1, before)
     return {
-        "outcomes": outcomes,
-        "facts": round_list.facts(conn, [each.round for each in outcomes]),
-        "older": outcomes[-1].id if len(found) > PER_PAGE else None,
+        "facts": found[:PER_PAGE],
+        "older": found[PER_PAGE - 1].id if len(found) > PER_PAGE else None,
         "waits": database.noted(conn, database.ROUND_NOTE),
     }
 
@@ -79,7 +76,6 @@ def _page(before: int | None, conn: Connection) -> dict[str, Any]:
 class ListedRound:
     """A round as the list shows it. `progress` is None while no worker runs."""
 
-    outcome: GateOutcome
     facts: RoundFacts
     curves: Curves
     progress: RoundProgress | None
@@ -94,28 +90,24 @@ class ListedRound:
 
     @property
     def steps(self) -> int:
-        return len(self.curves.steps) or self.facts.result["steps"] or 0
+        return len(self.curves.steps) or self.facts.result.get("steps", 0)
 
     @property
     def rewards(self) -> tuple[float | None, float | None]:
         """The mean reward of the first step and of the last one."""
         if self.curves.steps:
             return self.curves.at("reward_mean", 0), self.curves.last("reward_mean")
-        return self.facts.result["reward_first"], self.facts.result["reward_last"]
+        return self.facts.result.get("reward_first"), self.facts.result.get("reward_last")
 
     @property
     def lasted(self) -> str:
         return _lasted(self.facts.created_at, self.facts.finished_at)
 
 
-def _with_files(outcomes: Sequence[GateOutcome], facts: dict[str, RoundFacts]) -> list[ListedRound]:
-    return [_listed(each, facts[each.round]) for each in outcomes]
-
-
-def _listed(outcome: GateOutcome, facts: RoundFacts) -> ListedRound:
+def _with_files(facts: RoundFacts) -> ListedRound:
     directory = Path(facts.dir)
     progress = progress_of(directory) if facts.state == RoundState.TRAINING else None
-    return ListedRound(outcome, facts, _tails.read(directory), progress)
+    return ListedRound(facts, _tails.read(directory), progress)
 
 
 async def overlay(request: Request) -> Response:
@@ -138,16 +130,15 @@ async def show(request: Request) -> Response:
     found = await site.read(partial(_round, site.config, asked, name, others, split, after))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    files = await asyncio.to_thread(_files, found["outcomes"], found["facts"], name)
+    files = await asyncio.to_thread(_files, found["facts"])
     own: ListedRound = files["own"]
     history = timeline(found["history"], own.curves, own.facts)
     end = len(own.curves.steps)
     first = 0 if query.get("steps") == "all" else max(0, end - STEPS_SHOWN)
     return site.page(
         "round.html",
-        outcome=own.outcome,
-        sentence=sentence(own.outcome),
-        later=later(own.outcome),
+        sentence=sentence(own.facts),
+        later=later(own.facts),
         charts=charts_of(own.curves),
         columns=columns(own.curves),
         places=range(end - 1, first - 1, -1),
@@ -173,13 +164,11 @@ def _round(
     if name not in facts:
         return None
     own = facts[name]
-    outcomes = [gate_outcomes.by_name(conn, each) for each in (name, *(each for each in others if each in facts))]
     rows = round_list.samples(conn, own.id, split, after, SAMPLES_PER_PAGE + 1)
     older, newer = round_list.beside(conn, own.id)
     choices = [each for each in round_list.newest_names(conn, CHOICES + 1) if each != name][:CHOICES]
     return {
-        "facts": facts,
-        "outcomes": outcomes,
+        "facts": [facts[each] for each in (name, *others) if each in facts],
         "history": round_list.history(conn, own),
         "shares": round_list.shares(conn, own.id),
         "samples": rows[:SAMPLES_PER_PAGE],
@@ -193,10 +182,10 @@ def _round(
     }
 
 
-def _files(outcomes: Sequence[GateOutcome], facts: dict[str, RoundFacts], name: str) -> dict[str, Any]:
-    """What the files of the rounds say."""
-    shown = [_listed(each, facts[each.round]) for each in outcomes]
-    directory = Path(facts[name].dir)
+def _files(facts: Sequence[RoundFacts]) -> dict[str, Any]:
+    """What the files of the rounds say; the first is that of the page."""
+    shown = [_with_files(each) for each in facts]
+    directory = Path(facts[0].dir)
     return {
         "own": shown[0],
         "overlaid": shown[1:],

@@ -148,7 +148,7 @@ def put_tested_round(
     result = RoundResult(round_id=name, outcome="trained", adapter=adapter, comparison=seen)
     conn.execute(update(rounds).where(rounds.c.id == number).values(result=result.model_dump(mode="json")))
     gate_tests.spend(conn, number, seen)
-    put_adapter(conn, number, path / "adapter", id=number, parent=parent, comparison=seen.model_dump(mode="json"))
+    put_adapter(conn, number, path / "adapter", id=number, parent=parent)
     if decided:
         decision = decide(seen, gate)
         gate_tests.record_decision(conn, number, decision)

@@ -52,8 +52,9 @@ async def test_rounds_and_their_rollouts_are_flat_rows_beside_a_process_that_wri
     tmp_path: Path, store: Store
 ) -> None:
     def put(conn: Any) -> None:
-        put_round(conn, 1, dir=str(tmp_path / "state" / "rounds" / "r0001"))
-        put_adapter(conn, 1, comparison=comparison(gain=0.25).model_dump(mode="json"))
+        result = {"comparison": comparison(gain=0.25).model_dump(mode="json")}
+        put_round(conn, 1, dir=str(tmp_path / "state" / "rounds" / "r0001"), result=result)
+        put_adapter(conn, 1)
         put_round(conn, 2)
 
     await store.write(put)

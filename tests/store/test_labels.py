@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection, select, update
 
 from flywheel.errors import StoreError
-from flywheel.records.states import Label
+from flywheel.records.states import Label, TaskState
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import claims, labels
 from flywheel.store.kernel import schema
@@ -27,7 +27,9 @@ def keys(conn: Connection) -> list[str]:
 def judge(conn: Connection, task: int, *, accept: bool, score: float = 0.9, rubric: str = "r2", **more: Any) -> None:
     outcome = Outcome.ACCEPTED if accept else Outcome.REJECTED
     results = (CriterionResult("correct", "yes" if accept else "no", float(accept), accept),)
-    store_verdict(conn, task, Verdict(outcome, score, results, **more), rubric, "j")
+    verdict = Verdict(outcome, score, results, **more)
+    store_verdict(conn, task, verdict, rubric, "j")
+    claims.apply_again(conn, task, TaskState.ACCEPTED, verdict)
 
 
 async def fill(store: Store, *decisions: bool) -> list[str]:

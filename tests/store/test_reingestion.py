@@ -187,14 +187,6 @@ async def test_a_conversation_that_gets_another_id_stays_on_its_side(store: Stor
     assert [row.split for row in after[40:]] == [before[4 * n].split for n in range(10)]
 
 
-async def test_a_state_from_before_contents_were_remembered_adopts_what_it_finds(store: Store) -> None:
-    await store.write(put_replies, reply(1, answer="same", service="a"), reply(2, answer="old"))
-    await store.write(lambda conn: conn.execute(replies.update().values(content=None)))
-    done = await store.write(put_replies, reply(1, answer="same", service="b"), reply(2, answer="new"))
-    assert done.re_extracted == 1
-    assert [answer for *_, answer in await store.read(look)] == ["same", "new"]
-
-
 async def test_turns_that_their_spans_do_not_show_are_found_by_conversation_and_time(store: Store) -> None:
     def turn(number: int, **more: Any) -> Reply:
         return reply(

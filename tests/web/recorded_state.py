@@ -11,6 +11,7 @@ import json
 import shutil
 import sqlite3
 import tarfile
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +20,15 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import Config, parse
+from flywheel.records.round import RoundResult
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
+from flywheel.serving.client.adapter_swap import ReplicaReport
+from flywheel.serving.client.weight_verification import ProbeFigures
 from flywheel.store import dead_letters, judge_usage, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
+from flywheel.store.verdicts import point
 from tests.factories.state import in_thread, open_state, write_state
 from tests.factories.task import task_keys
 from tests.factories.trace import batch, put_replies, replies_on, reply
@@ -86,6 +91,25 @@ def _copy_rows(conn: Connection, recorded: Path) -> None:
                 insertion = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
                 if rows:
                     conn.exec_driver_sql(insertion, rows)
+        decided = source.execute("SELECT decided_at, decision, round_id FROM gate_decisions").fetchall()
+        for values in decided:
+            conn.exec_driver_sql("UPDATE gate_tests SET decided_at = ?, decision = ? WHERE round_id = ?", values)
+    # What the recorded database says by its verdicts and results alone, and what these did not say yet.
+    point(conn, list(conn.execute(select(schema.tasks.c.id)).scalars()))
+    results, samples = schema.rounds.c.result, schema.round_samples.c
+    for number, found in conn.execute(select(schema.rounds.c.id, results).where(results.is_not(None))).all():
+        result = RoundResult.model_validate({**found, "probe": None}).model_dump(mode="json")
+        conn.execute(update(schema.rounds).where(schema.rounds.c.id == number).values(result=result))
+        for name in ("left_out", "without_gradient"):
+            of_keys = schema.tasks.c.key.in_(list(result[name]))
+            own = samples.round_id == number, samples.task_id.in_(select(schema.tasks.c.id).where(of_keys))
+            conn.execute(update(schema.round_samples).where(*own).values({name: True}))
+    for number, report in conn.execute(select(schema.deployments.c.id, schema.deployments.c.report)).all():
+        for replica in (report or {}).get("replicas", ()):
+            replica |= {**asdict(ReplicaReport("")), **replica}
+            if replica["probe"]:
+                replica["probe"] = {**dict.fromkeys(each.name for each in fields(ProbeFigures)), **replica["probe"]}
+        conn.execute(update(schema.deployments).where(schema.deployments.c.id == number).values(report=report))
 
 
 def _move_rounds(conn: Connection, old: str | Path, directory: Path) -> None:

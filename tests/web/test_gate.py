@@ -13,11 +13,9 @@ from flywheel.daemon.rounds.gate_planning import NextTest
 from flywheel.records.round import Comparison, GateTest
 from flywheel.records.states import RoundState
 from flywheel.store.kernel.database import Store
-from flywheel.store.views import gate_outcomes
-from flywheel.training.gate.gate import decide
-from flywheel.web.gate import known, of_live, of_next
+from flywheel.store.views import round_list
+from flywheel.web.gate import of_live, of_next
 from tests.factories.round import (
-    GATE,
     GUARDED,
     KEEPING,
     comparison,
@@ -136,24 +134,6 @@ def test_a_round_without_a_comparison(filled: tuple[Config, list[str]]) -> None:
     assert http.get("/gate/r0009").status_code == 404
 
 
-async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_to_it(tmp_path: Path) -> None:
-    store = await Store.open(tmp_path / "state")
-    vetoed = comparison(criteria=[criterion("safe", -0.02)])
-    reason = decide(vetoed, GUARDED).reason
-    early = partial(put_tested_round, directory=tmp_path, decided=False)
-    try:
-        await store.write(partial(early, number=1, state=RoundState.REJECTED, seen=vetoed, reason=reason))
-        await store.write(partial(early, number=2, state=RoundState.PROMOTED, seen=comparison(), reason="better: so"))
-        rejected, promoted = [await store.read(gate_outcomes.by_name, name) for name in ("r0001", "r0002")]
-    finally:
-        await store.close()
-    assert rejected is not None and promoted is not None
-    assert known(rejected, GATE).decision is None, "other settings lead to another reason"
-    found = known(rejected, GUARDED.model_copy(update={"non_inferiority_margins": {"safe": 0.05, "other": 0.1}}))
-    assert (found.decision.criterion, found.decision.margins) == ("safe", {"safe": 0.05}), "others are not known"
-    assert known(promoted, GATE).decision is None, "the reason of a promotion names no limits"
-
-
 async def test_the_next_test(tmp_path: Path) -> None:
     coming = NextTest(GateTest(epoch=2, number=3, alpha=0.00027), [], 1200, 0.831, 0, "")
     assert of_next(coming) == (
@@ -165,7 +145,7 @@ async def test_the_next_test(tmp_path: Path) -> None:
     )
     async with open_state(tmp_path / "state") as store:
         await store.write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
-        live = await store.read(gate_outcomes.by_name, "r0001")
+        live = await store.read(round_list.with_scores, "r0001")
     assert live is not None
     assert of_live(live) == "r0001 takes test 1 of epoch 1, whose one-sided level is 0.0024."
 

@@ -12,8 +12,8 @@ from flywheel.config import GateSettings
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import ROLLBACK
 from flywheel.store.kernel.database import Store
-from flywheel.store.views import gate_outcomes
-from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.store.views import round_list
+from flywheel.store.views.round_list import RoundFacts
 from flywheel.web.gate_sentence import later, sentence
 from tests.factories.round import (
     AT,
@@ -158,11 +158,6 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         {"seen": comparison()},
         "r0001 is better and waits to be deployed: on 20 held-out tasks it scored 0.700 and the base model 0.500,",
     ),
-    "of an early version": (
-        RoundState.REJECTED,
-        {"seen": comparison(0.0), "decided": False, "reason": "not shown to be better: as it was said then"},
-        "r0001 was rejected: not shown to be better: as it was said then.",
-    ),
     "planned": (RoundState.PLANNED, {}, "r0001 has not begun."),
     "training": (RoundState.TRAINING, {}, "r0001 is in training and has not been compared yet."),
     "abandoned": (RoundState.ABANDONED, {}, "The worker of r0001 died; it has not been compared yet."),
@@ -175,10 +170,10 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
 }
 
 
-async def outcome_of(tmp_path: Path, state: RoundState, **values: Any) -> tuple[Store, GateOutcome]:
+async def outcome_of(tmp_path: Path, state: RoundState, **values: Any) -> tuple[Store, RoundFacts]:
     store = await Store.open(tmp_path / "state")
     await store.write(partial(put_tested_round, number=1, state=state, directory=tmp_path, **values))
-    found = await store.read(gate_outcomes.by_name, "r0001")
+    found = await store.read(round_list.with_scores, "r0001")
     assert found is not None
     return store, found
 
@@ -193,7 +188,7 @@ async def test_the_decision_in_one_sentence(name: str, tmp_path: Path) -> None:
         assert said.endswith(".")
         assert not said.endswith("..")
         if found.comparison is not None:
-            listed = await store.read(gate_outcomes.listed, 5)
+            listed = await store.read(round_list.listed, 5)
             assert sentence(listed[0]) == said, "the list needs no scores of tasks"
             assert not listed[0].comparison.scores
     finally:
@@ -208,7 +203,7 @@ async def test_what_followed_a_decision(tmp_path: Path) -> None:
         for reason, until in services:
             values = {"retired_at": until} if until else {}
             await store.write(partial(put_deployment, adapter="r0001", reason=reason, **values))
-        now = await store.read(gate_outcomes.by_name, "r0001")
+        now = await store.read(round_list.with_scores, "r0001")
         assert now is not None
         return later(now)
 

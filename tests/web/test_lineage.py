@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +11,9 @@ from starlette.testclient import TestClient
 
 from flywheel.config import Config
 from flywheel.records.states import DeploymentState, RoundState, Split
-from flywheel.serving.client.adapter_swap import ReplicaReport
-from flywheel.serving.client.weight_verification import ProbeFigures
 from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
-from flywheel.web import lineage
 from tests.factories.round import AT, comparison, put_deployment, put_tested_round
 from tests.factories.trace import put_replies, replies_on
 from tests.factories.web import client
@@ -120,8 +116,3 @@ def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
     assert "<script>doc" not in failed
     for number in ("9", "x", "9" * 40):
         assert http.get(f"/deployments/{number}").status_code == 404
-
-
-def test_a_report_is_shown_with_all_its_fields() -> None:
-    assert {field.name for field in fields(ReplicaReport)} == set(lineage.REPORTED)
-    assert {field.name for field in fields(ProbeFigures)} == set(lineage.FIGURES)

@@ -113,8 +113,8 @@ UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and 
 
 
 def erase_from_results(conn: Connection, erased: ErasedTasks) -> list[str]:
-    """Erase tasks from what the state has of the rounds that used them: results, sentences, comparisons and probes
-    of adapters. Returns the adapters whose probe cannot prove them any more, and was removed.
+    """Erase tasks from what the state has of the rounds that used them: results, sentences, and probes of
+    adapters. Returns the adapters whose probe cannot prove them any more, and was removed.
 
     It may be done again. The files come first: of the system prompts in a result, those stay that `result.json` has.
     """
@@ -130,8 +130,6 @@ def erase_from_results(conn: Connection, erased: ErasedTasks) -> list[str]:
         _erase_from_events(conn, row.id, erased)
         query = select(adapters).where(adapters.c.round_id == row.id)
         for adapter in conn.execute(query).all():
-            if (compared := without(adapter.comparison, erased)) is not adapter.comparison:
-                conn.execute(update(adapters).where(adapters.c.id == adapter.id).values(comparison=compared))
             if adapter.probe and not _keep_probe(conn, adapter, erased):
                 store_rounds.make_unprovable(conn, adapter, UNPROVABLE)
                 unprovable.append(str(adapter.name))

@@ -13,9 +13,11 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from sqlalchemy import Row
 
 from flywheel.config import Config
 from flywheel.errors import LockedError, ServeError, StoreError
@@ -26,7 +28,6 @@ from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
-from flywheel.store.rounds import Old
 from flywheel.system.files import write_json
 from flywheel.system.lock import swap_lock
 
@@ -68,10 +69,10 @@ def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Removed (or removable) rounds with their bytes, and rounds that are old enough but needed."""
+    """Removed (or removable) rounds with their bytes, and rounds that are old enough but needed, with the reason."""
 
-    removed: tuple[tuple[Old, int], ...] = ()
-    kept: tuple[Old, ...] = ()
+    removed: tuple[tuple[Row[Any], int], ...] = ()
+    kept: tuple[tuple[Row[Any], str], ...] = ()
 
     @property
     def size(self) -> int:
@@ -134,15 +135,15 @@ class Retention:
             raise trouble[-1]
         return Removal(tuple(removed), kept)
 
-    async def _due(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
+    async def _due(self, keep_days: float) -> tuple[list[Row[Any]], tuple[tuple[Row[Any], str], ...]]:
         """The old rounds whose files may be removed, and those whose files stay. Rounds without files are skipped."""
         found = await self._store.read(rounds.old, keep_days, self._config.retention.keep_served)
-        found = [each for each in found if await asyncio.to_thread(_leftovers, Path(each.dir))]
-        if any(each.requested and not each.needed for each in found):
+        found = [(each, why) for each, why in found if await asyncio.to_thread(_leftovers, Path(each.dir))]
+        if any(each.requested and not why for each, why in found):
             found = await self._without_listed(found)
-        return [each for each in found if not each.needed], tuple(each for each in found if each.needed)
+        return [each for each, why in found if not why], tuple((each, why) for each, why in found if why)
 
-    async def _without_listed(self, found: Sequence[Old]) -> list[Old]:
+    async def _without_listed(self, found: Sequence[tuple[Row[Any], str]]) -> list[tuple[Row[Any], str]]:
         listed: dict[str, str] = {}
         trouble = ""
         for url, entry in (await replica_urls(self._config.serving)).items():
@@ -151,10 +152,7 @@ class Retention:
                     listed |= dict.fromkeys((await replica.models()).values(), f"{url} still lists it")
             except ServeError as error:
                 trouble = f"{url} cannot be asked whether it still lists it: {error.why}"
-        return [
-            replace(each, needed=each.needed or listed.get(each.adapter, trouble)) if each.requested else each
-            for each in found
-        ]
+        return [(each, why or listed.get(each.adapter, trouble) if each.requested else why) for each, why in found]
 
 
 @contextlib.contextmanager

@@ -45,8 +45,6 @@ _REASONING: Final = ("thinking", "reasoning", "redacted_thinking")
 _BYTES: Final = 16
 _OK: Final = 1
 _ERROR: Final = 2
-_INTERNAL: Final = 1
-_CLIENT: Final = 3
 LATE_NS: Final = 86_400 * 10**9
 """How long after its time a call may be pulled, from a server that was away, and still continue a conversation."""
 
@@ -531,21 +529,19 @@ def rows_of(reply: FoundReply, agent: str) -> Iterator[Row]:
     }
     if reply.user:
         attributes["user"] = {"id": reply.user}
-    yield _row(reply, whole, agent_id, "", f"invoke_agent {agent}", _INTERNAL, attributes)
+    yield _row(reply, whole, agent_id, "", f"invoke_agent {agent}", attributes)
 
 
-def _of_call(call: FoundCall) -> tuple[str, int, dict[str, Any]]:
+def _of_call(call: FoundCall) -> tuple[str, dict[str, Any]]:
     gen_ai = {
         "operation": {"name": "chat"},
         "request": {"model": call.model},
         "response": {"id": call.request_id},
     }
-    return f"chat {call.model}", _CLIENT, {"gen_ai": gen_ai}
+    return f"chat {call.model}", {"gen_ai": gen_ai}
 
 
-def _row(
-    reply: FoundReply, call: FoundCall, span_id: str, parent: str, name: str, kind: int, attributes: dict[str, Any]
-) -> Row:
+def _row(reply: FoundReply, call: FoundCall, span_id: str, parent: str, name: str, attributes: dict[str, Any]) -> Row:
     status = {"code": _ERROR if call.error else _OK, "message": call.error}
     values = {
         "id": span_id,
@@ -553,20 +549,14 @@ def _row(
         "spanId": span_id,
         "parentSpanId": parent,
         "name": name,
-        "kind": kind,
         "startTimeUnixNano": str(call.started_ns),
         "endTimeUnixNano": str(call.ended_ns),
         "attributes": orjson.dumps(attributes).decode(),
         "events": "[]",
-        "links": "[]",
         "status": orjson.dumps(status).decode(),
         "resource": "{}",
-        "scope": "{}",
-        "statusCode": status["code"],
         "operationName": attributes["gen_ai"]["operation"]["name"],
-        "model": attributes["gen_ai"].get("request", {}).get("model"),
         "conversationId": reply.conversation,
-        "latencyNs": float(call.ended_ns - call.started_ns),
     }
     return [values.get(column) for column in COLUMNS]
 

@@ -1,4 +1,5 @@
-"""The inbox: an SQLite file with Studio's span table, written by the receiver and pruned by the daemon.
+"""The inbox: an SQLite file with the columns that are read of Studio's span table, written by the receiver and pruned
+by the daemon.
 
 Spans are on disk when `store` returns. A span that is sent again updates its row in place and keeps its row number.
 """
@@ -6,14 +7,14 @@ Spans are on disk when `store` returns. A span that is sent again updates its ro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +25,8 @@ from flywheel.errors import ReceiverError
 from flywheel.records.repeated_ids import SAME_START_NS, runs_of
 from flywheel.records.request_id import recorded_in
 from flywheel.records.trace import LATEST_NS
-from flywheel.system.files import file_identity, make_private_database, sync
-from flywheel.system.heartbeat import beat_within
+from flywheel.system.files import file_identity, looked_up, make_private_database, sync
+from flywheel.system.heartbeat import INSTRUCTIONS, current_heartbeat
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
@@ -42,33 +43,17 @@ COLUMN_TYPES: Final = {
     "id": "varchar PRIMARY KEY NOT NULL",
     "traceId": "varchar NOT NULL",
     "spanId": "varchar NOT NULL",
-    "traceState": "varchar",
     "parentSpanId": "varchar",
-    "flags": "integer",
     "name": "varchar NOT NULL",
-    "kind": "integer NOT NULL",
     "startTimeUnixNano": "varchar NOT NULL",
     "endTimeUnixNano": "varchar NOT NULL",
     "attributes": "json NOT NULL",
-    "droppedAttributesCount": "integer",
     "events": "json",
-    "droppedEventsCount": "integer",
-    "links": "json",
-    "droppedLinksCount": "integer",
     "status": "json NOT NULL",
     "resource": "json NOT NULL",
-    "scope": "json NOT NULL",
-    "statusCode": "integer",
     "serviceName": "varchar",
     "operationName": "varchar",
-    "instrumentationName": "varchar",
-    "instrumentationVersion": "varchar",
-    "model": "varchar",
-    "inputTokens": "integer",
-    "outputTokens": "integer",
-    "totalTokens": "integer",
     "conversationId": "varchar",
-    "latencyNs": "float NOT NULL",
 }
 COLUMNS: Final = tuple(COLUMN_TYPES)
 
@@ -76,9 +61,8 @@ _DEFINITION: Final = ", ".join(" ".join(column) for column in COLUMN_TYPES.items
 _SCHEMA: Final = (
     f"CREATE TABLE IF NOT EXISTS span_table ({_DEFINITION})",
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
-    # Hashes of the ids of traces of which nothing is stored any more, and of traces with runs that refuse recording,
-    # each with its first and last start: spans may arrive in any order, and are sent again.
-    "CREATE TABLE IF NOT EXISTS private_traces (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE)",
+    # Runs that refuse recording, by the hash of their trace's id with their first and last start, and traces of which
+    # nothing is stored any more, from 0 on: spans may arrive in any order, and are sent again.
     "CREATE TABLE IF NOT EXISTS private_runs (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL, "
     "first_ns INTEGER NOT NULL, last_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS private_run ON private_runs (hash)",
@@ -104,8 +88,8 @@ _STORE: Final = (
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
 )
 # Rows of a private trace stay, without content: a reader finds its place by them.
-_KEPT: Final = {"id", "traceId", "spanId", "kind", "startTimeUnixNano", "endTimeUnixNano"}
-_EMPTY: Final = {"varchar": "''", "json": "'{}'", "integer": "0", "float": "0"}
+_KEPT: Final = {"id", "traceId", "spanId", "startTimeUnixNano", "endTimeUnixNano"}
+_EMPTY: Final = {"varchar": "''", "json": "'{}'"}
 _BLANK: Final = (
     "UPDATE span_table SET "  # noqa: S608 - constants
     + ", ".join(
@@ -116,10 +100,8 @@ _BLANK: Final = (
     + " WHERE traceId = ?"
 )
 _STARTED: Final = "CAST(startTimeUnixNano AS INTEGER)"
-_PRIVATE_RUNS: Final = (
-    "SELECT number, first_ns, last_ns FROM private_runs WHERE hash = ?1 UNION ALL "  # noqa: S608 - a constant
-    f"SELECT 0, 0, {LATEST_NS} FROM private_traces WHERE hash = ?1"
-)
+_WHOLE: Final = (0, LATEST_NS)
+"""The run of a trace of which nothing is stored any more."""
 # The last row is never deleted: SQLite would reuse its number for another span, which a reader beyond that number
 # would never read.
 _PRUNE: Final = (
@@ -144,7 +126,10 @@ def inbox_of(source: OtlpSource | CallsSource, state_dir: Path) -> Path:
 
 
 class Inbox:
-    """One connection to the file. Transactions run one after another."""
+    """One connection to the file. Transactions run one after another.
+
+    It stays open while spans are received: a file in WAL mode that no process has open is copied to be read.
+    """
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
@@ -243,63 +228,65 @@ _NAMED: Final = (
 )
 
 
-def traces_of(inbox: Path, conversations: Collection[str], user: str, request_ids: Collection[str]) -> set[str]:
+async def traces_of(inbox: Path, conversations: Collection[str], user: str, request_ids: Collection[str]) -> set[str]:
     """The traces in an inbox that name a conversation, a user (empty: none) or a recorded call. Raises
     ReceiverError."""
     wanted = set(request_ids)
-    with _using(inbox, "read") as connection:
+    async with _using(inbox, "read") as connection:
         given = {"conversations": json.dumps(sorted(conversations)), "user": user or None}
-        found = {str(trace) for (trace,) in connection.execute(_NAMED, given)}
+        found = {str(trace) for (trace,) in await connection.execute_fetchall(_NAMED, given)}
         if wanted:
-            for trace, attributes in connection.execute("SELECT traceId, CAST(attributes AS BLOB) FROM span_table"):
-                if not wanted.isdisjoint(recorded_in(attributes)):
-                    found.add(str(trace))
+            query = "SELECT traceId, CAST(attributes AS BLOB) FROM span_table"
+            async with connection.execute(query) as rows:
+                found |= {str(trace) async for trace, text in rows if not wanted.isdisjoint(recorded_in(text))}
     return found
 
 
-def services_of(inbox: Path, conversation: str) -> list[tuple[str, str, Collection[str]]]:
+async def services_of(inbox: Path, conversation: str) -> list[tuple[str, str, Collection[str]]]:
     """Of each span of the traces in an inbox that name a conversation: the trace, the service (empty: not known) and
     the recorded calls that it names. Raises ReceiverError."""
-    traces = json.dumps(sorted(traces_of(inbox, [conversation], "", ())))
+    traces = json.dumps(sorted(await traces_of(inbox, [conversation], "", ())))
     query = (
         "SELECT traceId, coalesce(serviceName, ''), CAST(attributes AS BLOB) FROM span_table "
         "WHERE traceId IN (SELECT value FROM json_each(?))"
     )
-    with _using(inbox, "read") as connection:
-        rows = connection.execute(query, (traces,)).fetchall()
+    async with _using(inbox, "read") as connection:
+        rows = await connection.execute_fetchall(query, (traces,))
     return [(str(trace), str(service), recorded_in(attributes)) for trace, service, attributes in rows]
 
 
-def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
+async def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
     """Erase what the spans of these traces hold; returns how many had something. Raises ReceiverError.
 
     Their rows stay until they are pruned, with the ids and times of the spans. Spans that arrive later are not
     stored. Only if all spans are written anew (`rewrite`), no copies are left in unused places of the file.
     """
-    with _using(inbox, "erase spans from") as connection:
-        for statement in _SCHEMA:
-            connection.execute(statement)
-        connection.execute("BEGIN IMMEDIATE")
-        is_there = "SELECT 1 FROM span_table WHERE traceId = ?"
-        there = [trace for trace in traces if connection.execute(is_there, (trace,)).fetchone()]
-        for statement in _noting("private_traces", "hash"):
-            connection.executemany(statement, [(_hash(trace),) for trace in there])
-        erased = sum(connection.execute(f"{_BLANK} AND attributes <> '{{}}'", (trace,)).rowcount for trace in there)
-        for statement in _COPY if erased and rewrite else ():
-            connection.execute(statement)
-        connection.execute("COMMIT")
+    async with _using(inbox, "erase spans from") as connection:
+        for statement in (*_SCHEMA, "BEGIN IMMEDIATE"):
+            await connection.execute(statement)
+        is_there = "SELECT 1 FROM span_table WHERE traceId = ? LIMIT 1"
+        there = [trace for trace in traces if await connection.execute_fetchall(is_there, (trace,))]
+        erased = 0
+        for trace in there:
+            if _WHOLE not in (await _private_runs(connection, trace)).values():
+                await _remember(connection, trace, _WHOLE)
+            erased += (await connection.execute(f"{_BLANK} AND attributes <> '{{}}'", (trace,))).rowcount
+        for statement in (*(_COPY if erased and rewrite else ()), "COMMIT"):
+            await connection.execute(statement)
     return erased
 
 
-@contextmanager
-def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
+@asynccontextmanager
+async def _using(inbox: Path, attempt: str) -> AsyncIterator[aiosqlite.Connection]:
+    """A connection that beats while a statement runs. Raises ReceiverError."""
     try:
-        with closing(sqlite3.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
-            beat_within(connection)
-            connection.execute("PRAGMA secure_delete = ON")
+        async with aiosqlite.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None) as connection:
+            # The statements run in a thread of the connection, which knows no stage.
+            await connection.set_progress_handler(partial(current_heartbeat().beat, 0.0), INSTRUCTIONS)
+            await connection.execute("PRAGMA secure_delete = ON")
             yield connection
     except sqlite3.Error as error:
-        hint = "Run the command again when the cause is removed."
+        hint = "Run the command again when the cause is removed. Receiving continues."
         raise ReceiverError(f"{attempt} the inbox {inbox}", str(error), hint, retryable=True) from error
 
 
@@ -318,10 +305,7 @@ async def _without_private(
     named: dict[str, None] = {}
     covered: dict[str, list[tuple[int, int]]] = {}
     for trace_id in by_trace.keys() | refusing.keys():
-        known = {
-            int(number): (int(first), int(last))
-            for number, first, last in await connection.execute_fetchall(_PRIVATE_RUNS, (_hash(trace_id),))
-        }
+        known = await _private_runs(connection, trace_id)
         if known or refusing[trace_id]:
             query = f"SELECT {_STARTED} FROM span_table WHERE traceId = ?"  # noqa: S608 - a constant
             there = [int(each) for (each,) in await connection.execute_fetchall(query, (trace_id,))]
@@ -340,7 +324,11 @@ async def _without_private(
         else:
             left.append(row)
     for request_id in named:
-        await _note(connection, "private_calls", "request_id", request_id)
+        # An insert that is ignored would count as well.
+        is_new = "NOT EXISTS (SELECT 1 FROM private_calls WHERE request_id = ?1)"
+        await connection.execute(f"INSERT INTO private_calls (request_id) SELECT ?1 WHERE {is_new}", (request_id,))
+    if named:
+        await _forget_oldest(connection, "private_calls")
     return left
 
 
@@ -350,18 +338,14 @@ async def _erase_run(
     """Overwrite what is stored of a private run and remember it, in place of those `known` that it joins; the
     recorded calls that its spans named."""
     joined = [number for number, (first, _) in known.items() if run[0] <= first <= run[1]]
-    if 0 in joined:
+    if _WHOLE in known.values():
         return {}  # Of the whole trace nothing is stored.
     where = f"traceId = ? AND {_STARTED} BETWEEN ? AND ?"
     query = f"SELECT attributes FROM span_table WHERE {where}"  # noqa: S608 - constants
     stored = await connection.execute_fetchall(query, (trace_id, *run))
     await connection.execute(f"{_BLANK} AND {_STARTED} BETWEEN ? AND ?", (trace_id, *run))
     if not joined:
-        added = "INSERT INTO private_runs (hash, first_ns, last_ns) VALUES (?, ?, ?)"
-        await connection.execute(added, (_hash(trace_id), *run))
-        await connection.execute(
-            "DELETE FROM private_runs WHERE number <= (SELECT max(number) FROM private_runs) - ?", (MAX_REMEMBERED,)
-        )
+        await _remember(connection, trace_id, run)
     else:
         await connection.execute(
             "UPDATE private_runs SET first_ns = ?, last_ns = ? WHERE number = ?", (*run, joined[0])
@@ -370,21 +354,24 @@ async def _erase_run(
     return dict.fromkeys(call for (text,) in stored for call in recorded_in(text.encode()))
 
 
-async def _note(connection: aiosqlite.Connection, table: str, column: str, value: bytes | str) -> None:
-    """Remember a value, and forget the oldest of too many."""
-    for statement in _noting(table, column):
-        await connection.execute(statement, (value,))
+async def _private_runs(connection: aiosqlite.Connection, trace_id: str) -> dict[int, tuple[int, int]]:
+    """First and last start of the private runs of a trace, by number."""
+    query = "SELECT number, first_ns, last_ns FROM private_runs WHERE hash = ?"
+    rows = await connection.execute_fetchall(query, (_hash(trace_id),))
+    return {int(number): (int(first), int(last)) for number, first, last in rows}
 
 
-def _noting(table: str, column: str) -> tuple[str, str]:
-    """The statements of `_note`."""
-    # An insert that is ignored would count as well.
-    is_new = f"NOT EXISTS (SELECT 1 FROM {table} WHERE {column} = ?1)"  # noqa: S608 - constants
-    oldest = f"(SELECT max(number) - {MAX_REMEMBERED} FROM {table})"  # noqa: S608 - constants
-    return (
-        f"INSERT INTO {table} ({column}) SELECT ?1 WHERE {is_new}",
-        f"DELETE FROM {table} WHERE number <= {oldest} AND {column} <> ?1",  # noqa: S608 - constants
-    )
+async def _remember(connection: aiosqlite.Connection, trace_id: str, run: tuple[int, int]) -> None:
+    added = "INSERT INTO private_runs (hash, first_ns, last_ns) VALUES (?, ?, ?)"
+    # Beyond its integers, SQLite keeps numbers that are no integers.
+    times = (ns if ns < 2**63 else float(ns) for ns in run)
+    await connection.execute(added, (_hash(trace_id), *times))
+    await _forget_oldest(connection, "private_runs")
+
+
+async def _forget_oldest(connection: aiosqlite.Connection, table: str) -> None:
+    oldest = f"(SELECT max(number) FROM {table}) - {MAX_REMEMBERED}"  # noqa: S608 - constants
+    await connection.execute(f"DELETE FROM {table} WHERE number <= {oldest}")  # noqa: S608 - constants
 
 
 def _hash(trace_id: str) -> bytes:
@@ -395,23 +382,14 @@ def private_calls(inbox: Path, after: int) -> list[tuple[int, str]]:
     """Numbers above `after` and request ids of the recorded calls that private traces name, for a look at the file
     beside the process that writes it."""
     query = "SELECT number, request_id FROM private_calls WHERE number > ? ORDER BY number"
-    return _looked_up(inbox, query, after)
+    return [(int(number), str(request_id)) for number, request_id in looked_up(inbox, query, after)]
 
 
 def private_traces(inbox: Path) -> int:
     """How many traces of an inbox, or runs with the same trace id, were private, for a look at the file beside the
     process that writes it. 0, if there is no such file or it cannot be read."""
-    query = "SELECT seq FROM sqlite_sequence WHERE name IN ('private_traces', 'private_runs')"
-    return sum(int(seq) for (seq,) in _looked_up(inbox, query))
-
-
-def _looked_up(inbox: Path, query: str, *values: int) -> list[Any]:
-    """The rows of a query; none if there is no such file, or it cannot be read."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"{inbox.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            return connection.execute(query, values).fetchall()
-    except sqlite3.Error:
-        return []
+    query = "SELECT seq FROM sqlite_sequence WHERE name = 'private_runs'"
+    return sum(int(seq) for (seq,) in looked_up(inbox, query))
 
 
 async def prune(inbox: Path, before_ns: int) -> int:
@@ -423,14 +401,9 @@ async def prune(inbox: Path, before_ns: int) -> int:
     if not await asyncio.to_thread(inbox.exists):
         return 0
     deleted = 0
-    try:
-        async with aiosqlite.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None) as connection:
-            await connection.execute("PRAGMA secure_delete = ON")
-            ((first, last),) = await connection.execute_fetchall("SELECT min(rowid), max(rowid) FROM span_table")
-            for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
-                deletion = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
-                deleted += deletion.rowcount
-    except sqlite3.Error as error:
-        hint = "Receiving continues. Prune again when the cause is removed."
-        raise ReceiverError(f"prune the inbox {inbox}", str(error), hint, retryable=True) from error
+    async with _using(inbox, "prune") as connection:
+        ((first, last),) = await connection.execute_fetchall("SELECT min(rowid), max(rowid) FROM span_table")
+        for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
+            deletion = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
+            deleted += deletion.rowcount
     return deleted

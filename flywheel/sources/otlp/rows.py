@@ -80,8 +80,6 @@ def conversation(attributes: Nested) -> str:
 
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
-_LARGEST: Final = 2**63
-"""SQLite integers are smaller than this."""
 _DEEP: Final = 100
 _SHOWN_REASONS: Final = 5
 
@@ -114,15 +112,10 @@ def rows_of(request: ExportTraceServiceRequest, names: PrivateNames = NOBODY) ->
     for of_resource in request.resource_spans:
         resource = {"attributes": nested(of_resource.resource.attributes)}
         for of_scope in of_resource.scope_spans:
-            scope = {
-                "name": of_scope.scope.name,
-                "version": of_scope.scope.version,
-                "attributes": nested(of_scope.scope.attributes),
-            }
             for span in of_scope.spans:
                 try:
                     attributes = nested(span.attributes)
-                    rows.accepted.append(_row(span, attributes, resource, scope, nested))
+                    rows.accepted.append(_row(span, attributes, resource, nested))
                     if _is_private(attributes, span.name, names):
                         rows.private.add((span.trace_id.hex(), span.start_time_unix_nano))
                 except SpanError as error:
@@ -195,7 +188,7 @@ def _texts(attributes: Nested, paths: Iterable[tuple[str, ...]]) -> list[str]:
     return [str(value) for path in paths if (value := get_path(attributes, *path)) is not None]
 
 
-def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
+def _row(span: Span, attributes: Nested, resource: Nested, nested: _Nesting) -> Row:
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     events = [_event(event, nested) for event in span.events]
@@ -207,41 +200,23 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     if _has_structures(span) or any(map(operator.is_not, _messages_in(attributes), sent)):
         # What is put together of several texts may be longer than each of them was.
         put(attributes, to_builtins(longest_of(_texts_sent(span))), "flywheel", "longest")
-    gen_ai = attributes.get("gen_ai")
-    tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {
         "id": span_id,
         "traceId": _identifier(span.trace_id, _TRACE_ID_BYTES, "trace id"),
         "spanId": span_id,
-        "traceState": span.trace_state,
         "parentSpanId": _identifier(span.parent_span_id, _SPAN_ID_BYTES, "parent span id")
         if any(span.parent_span_id)  # some clients send zeros for a root span
         else "",
-        "flags": span.flags,
         "name": span.name,
-        "kind": span.kind,
         "startTimeUnixNano": str(start),
         "endTimeUnixNano": str(end),
         "attributes": _json(attributes, "attributes"),
-        "droppedAttributesCount": span.dropped_attributes_count,
         "events": _json(events, "events"),
-        "droppedEventsCount": span.dropped_events_count,
-        "links": _json([_link(link, nested) for link in span.links], "links"),
-        "droppedLinksCount": span.dropped_links_count,
         "status": _json({"code": span.status.code, "message": span.status.message}, "status"),
         "resource": _json(resource, "resource"),
-        "scope": _json(scope, "scope"),
-        "statusCode": span.status.code,
         "serviceName": _text(get_path(resource, "attributes", "service", "name")),
         "operationName": operation(attributes),
-        "instrumentationName": _text(get_path(scope, "attributes", "server", "name")),
-        "instrumentationVersion": _text(get_path(scope, "attributes", "server", "version")),
-        "model": _text(get_path(gen_ai, "request", "model")),
-        "inputTokens": tokens[0],
-        "outputTokens": tokens[1],
-        "totalTokens": None if tokens == [None, None] else min(sum(count or 0 for count in tokens), _LARGEST - 1),
         "conversationId": conversation(attributes),
-        "latencyNs": float(end - start),
     }
     return [values[column] for column in COLUMNS]
 
@@ -283,17 +258,6 @@ def _event(event: Span.Event, nested: _Nesting) -> Nested:
     }
 
 
-def _link(link: Span.Link, nested: _Nesting) -> Nested:
-    return {
-        "traceId": link.trace_id.hex(),
-        "spanId": link.span_id.hex(),
-        "traceState": link.trace_state,
-        "flags": link.flags,
-        "attributes": nested(link.attributes),
-        "droppedAttributesCount": link.dropped_attributes_count,
-    }
-
-
 def _value(value: AnyValue) -> Any:
     match value.WhichOneof("value"):
         case "array_value":
@@ -317,7 +281,3 @@ def _json(value: Any, name: str) -> str:
 
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST else None

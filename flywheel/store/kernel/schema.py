@@ -77,7 +77,7 @@ replies = Table(
     Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
 """The outcome of each reply. `span_id` is its name (`flywheel.store.reply_names`); `started_at` is empty if it could
-not be read; `content` is the content hash of the reply, NULL in rows of older states; `user` is the
+not be read; `content` is the content hash of the reply, NULL if it is dead or erased; `user` is the
 pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id`, `trace_id`
 and `conversation_id` are pseudonyms, and what else it was is empty."""
 
@@ -166,6 +166,8 @@ tasks = Table(
     Column("target", Text, nullable=False, server_default=text("''")),
     Column("structure", Text, nullable=False, server_default=text("''")),
     Column("beginning", BigInteger),
+    # Before the payload: SQLite reads a long one whole to reach what is behind it.
+    Column("verdict_id", Integer),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
@@ -181,7 +183,8 @@ tasks = Table(
 requested model, empty if it is unknown; if the response's id names the version, it is empty for an adapter, and
 `flywheel.records.request_id.BASE_BY_ID` for the base model. `target` is the target whose samples it can be
 (`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`). `beginning` is a
-hash of the beginning of its conversation, for held-out tasks only. `crashes` is how often in a row a process ended
+hash of the beginning of its conversation, for held-out tasks only. `verdict_id` is the current verdict, see
+`flywheel.store.verdicts.point`. `crashes` is how often in a row a process ended
 while the task was in work."""
 
 reply_calls = Table(
@@ -234,6 +237,7 @@ verdicts = Table(
     Column("judge_hash", Text, nullable=False),
     Column("outcome", Text, nullable=False),
     Column("score", Float),
+    Column("is_disputed", Boolean, nullable=False, server_default=text("0")),
     Column("results", JSON, nullable=False),
     Column("reason", Text, nullable=False, default=""),
     Column("error", Text, nullable=False, default=""),
@@ -250,7 +254,7 @@ verdicts = Table(
     Index("verdicts_by_score", "score", "task_id"),
 )
 """Verdicts by task, rubric and judge; `results` are those of the criteria. `judgements` are the judge's answers
-that the verdict was made of, see `flywheel.records.verdict.Judgement`."""
+that the verdict was made of, see `flywheel.records.verdict.Judgement`; it `is_disputed` if their outcomes differ."""
 
 judge_days = Table(
     "judge_days",
@@ -466,9 +470,12 @@ round_samples = Table(
     Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
     Column("split", Text, nullable=False),
     Column("replayed", Boolean, nullable=False, server_default=text("0")),
+    Column("left_out", Boolean, nullable=False, server_default=text("0")),
+    Column("without_gradient", Boolean, nullable=False, server_default=text("0")),
 )
 """The tasks of each round, with the split in which the round uses them, and whether it replays them
-(`training.replay`)."""
+(`training.replay`). By its result, it was not trained on those that are `left_out`, and those `without_gradient` have
+changed no weight, see `flywheel.records.round.RoundResult`."""
 
 gate_tests = Table(
     "gate_tests",
@@ -480,9 +487,13 @@ gate_tests = Table(
     Column("conversations", Integer),
     Column("spread", Float),
     Column("samples", Integer),
+    Column("decided_at", Text),
+    Column("decision", JSON(none_as_null=True)),
 )
 """Which test of the gate each round is, see `flywheel.training.gate.gate`. `conversations` is how many it
-has used, NULL until its rewards were seen: the test is not spent."""
+has used, NULL until its rewards were seen: the test is not spent. `decision` is what the gate decided about the
+comparison, see `flywheel.records.round.GateDecision`: it is repeated, with the settings of then, if the round could
+not be ended."""
 
 gate_conversations = Table(
     "gate_conversations",
@@ -492,16 +503,6 @@ gate_conversations = Table(
     sqlite_with_rowid=False,
 )
 """Which held-out conversations each test that was spent has used."""
-
-gate_decisions = Table(
-    "gate_decisions",
-    metadata,
-    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True),
-    Column("decided_at", Text, nullable=False),
-    Column("decision", JSON, nullable=False),
-)
-"""What the gate decided about each comparison, see `flywheel.records.round.GateDecision`. A decision is repeated,
-with the settings of then, if the round could not be ended."""
 
 adapters = Table(
     "adapters",
@@ -514,7 +515,6 @@ adapters = Table(
     Column("path", Text, nullable=False),
     Column("sha256", Text, nullable=False),
     Column("state", Text, nullable=False),
-    Column("comparison", JSON),
     Column("probe", JSON),
     Column("created_at", Text, nullable=False),
 )

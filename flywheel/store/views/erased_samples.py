@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from flywheel.records.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import deployments
-from flywheel.store.kernel.bulk import chunks, rows_in
+from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.kernel.schema import deployments as deployment_rows
 from flywheel.store.views import lineage
@@ -98,11 +98,11 @@ USABLE: Final = (AdapterState.READY.value, AdapterState.RETIRED.value)
 
 def affected(conn: Connection, ids: Collection[int] | None = None) -> list[AffectedAdapter]:
     """The adapters that the tasks with these numbers (None: all erased ones) went into, the oldest first."""
-    erased = _erased_by_round(conn, ids)
+    erased = _by_round(conn, lineage.TRAINED_ON, ids)
     columns = adapters.c.name, adapters.c.parent, adapters.c.round_id, adapters.c.state
     query = select(*columns, rounds.c.state.label("round_state")).join(rounds, rounds.c.id == adapters.c.round_id)
     every = {row.name: row for row in conn.execute(query.order_by(adapters.c.id))} if erased else {}
-    own = [name for name, row in every.items() if erased.get(row.round_id)]
+    own = [name for name, row in every.items() if erased[row.round_id]]
     names = [name for name in every if name in {*own, *lineage.descendants(conn, own)}]
     lines = {name: [each for each in lineage.ancestors(conn, name) if each in every] for name in names}
     needed = {every[each].round_id for name, line in lines.items() for each in (name, *line)}
@@ -114,9 +114,9 @@ def affected(conn: Connection, ids: Collection[int] | None = None) -> list[Affec
             state=every[name].state,
             round_state=every[name].round_state,
             samples=samples[every[name].round_id],
-            erased=erased.get(every[name].round_id, 0),
+            erased=erased[every[name].round_id],
             inherited_samples=sum(samples[every[each].round_id] for each in lines[name]),
-            inherited_erased=sum(erased.get(every[each].round_id, 0) for each in lines[name]),
+            inherited_erased=sum(erased[every[each].round_id] for each in lines[name]),
             serves_as=tuple(alias for alias, versions in serving.items() if name in versions),
         )
         for name in names
@@ -125,7 +125,7 @@ def affected(conn: Connection, ids: Collection[int] | None = None) -> list[Affec
 
 def held_out_uses(conn: Connection, ids: Collection[int] | None = None) -> list[HeldOutUse]:
     """The rounds in which these tasks (None: all erased ones) were held out, the oldest first."""
-    counts = Counter(number for number, _ in _uses(conn, Split.HELD_OUT, ids))
+    counts = _by_round(conn, round_samples.c.split == Split.HELD_OUT.value, ids)
     query = select(rounds.c.id, rounds.c.name, rounds.c.state).order_by(rounds.c.id)
     return [
         HeldOutUse(row.name, row.state, counts[row.id]) for row in rows_in(conn, query, rounds.c.id, sorted(counts))
@@ -164,23 +164,14 @@ def _serving(conn: Connection) -> Mapping[str, set[str | None]]:
     return {row.alias: {row.adapter, (row.ab_test or {}).get("other")} for row in deployments.all_active(conn)}
 
 
-def _uses(conn: Connection, split: Split, ids: Collection[int] | None) -> list[tuple[int, str]]:
-    """The rounds, by number, that have these tasks in a split, with the key of the task."""
-    query = (
-        select(round_samples.c.round_id, tasks.c.key)
-        .join(tasks, tasks.c.id == round_samples.c.task_id)
-        .where(round_samples.c.split == split.value)
-    )
+def _by_round(conn: Connection, which: ColumnElement[bool], ids: Collection[int] | None) -> Counter[int]:
+    """In how many of such rows of `round_samples` each round, by number, has these tasks."""
+    number = round_samples.c.round_id
+    query = select(number, func.count()).where(which).group_by(number)
     if ids is None:
-        return [tuple(row) for row in conn.execute(query.where(tasks.c.state == TaskState.ERASED.value))]
-    some = (conn.execute(query.where(round_samples.c.task_id.in_(part))) for part in chunks(sorted(ids)))
-    return [tuple(row) for rows in some for row in rows]
-
-
-def _erased_by_round(conn: Connection, ids: Collection[int] | None) -> dict[int, int]:
-    """How many of these tasks each round was trained on: without those that it left out."""
-    uses = _uses(conn, Split.TRAIN, ids)
-    each = func.json_each(rounds.c.result, "$.left_out").table_valued("key", joins_implicitly=True)
-    query = select(rounds.c.id, each.c.key).select_from(rounds, each)
-    left_out = {tuple(row) for row in rows_in(conn, query, rounds.c.id, sorted({number for number, _ in uses}))}
-    return dict(Counter(number for number, key in uses if (number, key) not in left_out))
+        query = query.join(tasks, tasks.c.id == round_samples.c.task_id)
+        return Counter(dict(conn.execute(query.where(tasks.c.state == TaskState.ERASED.value)).all()))
+    found = Counter[int]()
+    for of_round, count in rows_in(conn, query, round_samples.c.task_id, sorted(ids)):
+        found[of_round] += count
+    return found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, RowMapping, Select, and_, func, literal, or_, select
 
@@ -32,27 +31,8 @@ DEEPEST: Final = 1_000
 """Generations of adapters that are followed; a state can hold no cycle, but a damaged one might."""
 
 _SAMPLES: Final = round_samples.join(tasks, tasks.c.id == round_samples.c.task_id)
-
-
-class UsedConversation(NamedTuple):
-    """A conversation that a round was trained on: one of its tasks, by number and key, with its question."""
-
-    number: int
-    conversation: str
-    task: str
-    question: str
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Tasks of a subject in one round. `left_out` of `tasks` were not trained on. `adapter` is None without one."""
-
-    round: str
-    state: str
-    split: str
-    tasks: int
-    left_out: int
-    adapter: str | None
+TRAINED_ON: Final = and_(round_samples.c.split == Split.TRAIN.value, ~round_samples.c.left_out)
+"""What a round was trained on."""
 
 
 SubjectKind = Literal["task", "conversation", "trace", "span"]
@@ -81,32 +61,32 @@ def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[
 
 def samples(conn: Connection, round_ids: Sequence[int]) -> dict[int, int]:
     """How many samples each of these rounds was trained on."""
-    own = round_samples.c.round_id, round_samples.c.split == Split.TRAIN.value, round_samples.c.task_id
-    counted = select(own[0], func.count()).where(own[1]).group_by(own[0])
-    found = dict.fromkeys(round_ids, 0) | dict(rows_in(conn, counted, own[0], round_ids))
-    for number in round_ids:
-        # Few are left out: their keys are looked up, and not those of all samples.
-        left_out = select(tasks.c.id).where(tasks.c.key.in_(_left_out(number)))
-        found[number] -= count_rows(conn, round_samples, own[0] == number, own[1], own[2].in_(left_out))
-    return found
+    number = round_samples.c.round_id
+    counted = select(number, func.count()).where(TRAINED_ON).group_by(number)
+    return dict.fromkeys(round_ids, 0) | dict(rows_in(conn, counted, number, round_ids))
 
 
-def conversations_of(conn: Connection, round_id: int, limit: int, after: int = 0) -> list[UsedConversation]:
-    """The samples that a round was trained on with their conversations; only tasks `after` a number."""
+def conversations_of(conn: Connection, round_id: int, limit: int, after: int = 0) -> Sequence[Row[Any]]:
+    """The samples that a round was trained on, in their order: `number`, `conversation`, key of the `task` and
+    `question`; only tasks `after` a number."""
     question = func.coalesce(func.json_extract(tasks.c.payload, "$.main_query"), "")
     query = (
-        select(tasks.c.id, conversation(), tasks.c.key, question)
+        select(
+            tasks.c.id.label("number"),
+            conversation().label("conversation"),
+            tasks.c.key.label("task"),
+            question.label("question"),
+        )
         .select_from(_SAMPLES)
         .where(
             round_samples.c.round_id == round_id,
             round_samples.c.task_id > after,
-            round_samples.c.split == Split.TRAIN.value,
-            tasks.c.key.not_in(_left_out(round_id)),
+            TRAINED_ON,
         )
         .order_by(round_samples.c.task_id)
         .limit(limit)
     )
-    return [UsedConversation(*row) for row in conn.execute(query)]
+    return conn.execute(query).all()
 
 
 def ancestors(conn: Connection, adapter: str) -> list[str]:
@@ -148,42 +128,30 @@ def subject(conn: Connection, name: str) -> Subject | None:
     return None
 
 
-def replies_of(conn: Connection, found: Subject, limit: int, after: int = 0) -> Sequence[Row[Any]]:
-    """The replies of a subject in their order, each with its task if it has one; only those `after` a number."""
-    columns = [replies.c[name] for name in ("id", "span_id", "trace_id", "agent", "state", "skip_reason", "detail")]
-    of_task = tasks.c.key, tasks.c.split, tasks.c.state.label("task_state"), tasks.c.conversation_id
+def replies_of(conn: Connection, found: Subject, limit: int | None = None, after: int = 0) -> Sequence[Row[Any]]:
+    """The replies of a subject in their order, each with its `source`, and if it has a task, with `key`, `split`,
+    `task_state` and `question` of it; only those `after` a number."""
+    of_task = tasks.c.key, tasks.c.split, tasks.c.state.label("task_state")
     question = func.json_extract(tasks.c.payload, "$.main_query").label("question")
-    query = _replies(*columns, *of_task, question, sources.c.path.label("source"))
-    query = query.join(sources, sources.c.id == replies.c.source_id)
-    return conn.execute(query.where(found.is_its, replies.c.id > after).order_by(replies.c.id).limit(limit)).all()
+    query = _replies(*replies.c, *of_task, question, sources.c.path.label("source"))
+    with_source = query.join(sources, sources.c.id == replies.c.source_id)
+    own = with_source.where(found.is_its, replies.c.id > after).order_by(replies.c.id)
+    return conn.execute(own.limit(limit)).all()
 
 
-def uses(conn: Connection, found: Subject) -> list[Use]:
-    """The rounds that used the tasks of a subject, the oldest first."""
-    own = _replies(replies.c.task_id).where(found.is_its)
+def uses(conn: Connection, found: Subject) -> Sequence[Row[Any]]:
+    """The rounds that used the tasks of a subject, the oldest first: `round`, `state`, `split`, how many `tasks`, how
+    many of them were not trained on (`left_out`), and `adapter`, None without one."""
+    of_round = rounds.c.name.label("round"), rounds.c.state, adapters.c.name.label("adapter")
+    left_out = func.count().filter(round_samples.c.left_out).label("left_out")
     query = (
-        select(rounds.c.id, rounds.c.name, rounds.c.state, round_samples.c.split, tasks.c.key)
-        .select_from(round_samples)
-        .join(rounds, rounds.c.id == round_samples.c.round_id)
-        .join(tasks, tasks.c.id == round_samples.c.task_id)
-        .where(round_samples.c.task_id.in_(own))
+        select(*of_round, round_samples.c.split, func.count().label("tasks"), left_out)
+        .select_from(round_samples.join(rounds).outerjoin(adapters))
+        .where(round_samples.c.task_id.in_(_replies(replies.c.task_id).where(found.is_its)))
+        .group_by(rounds.c.id, round_samples.c.split)
+        .order_by(rounds.c.id, round_samples.c.split)
     )
-    groups: dict[tuple[int, str, str, str], list[str]] = defaultdict(list)
-    for number, name, state, split, key in conn.execute(query):
-        groups[number, name, state, split].append(key)
-    numbers = sorted({number for number, *_ in groups})
-    left_out: dict[int, set[str]] = defaultdict(set)
-    each = func.json_each(rounds.c.result, "$.left_out").table_valued("key", joins_implicitly=True)
-    for number, key in rows_in(conn, select(rounds.c.id, each.c.key).select_from(rounds, each), rounds.c.id, numbers):
-        left_out[number].add(key)
-    made = {
-        row.round_id: row.name
-        for row in rows_in(conn, select(adapters.c.round_id, adapters.c.name), adapters.c.round_id, numbers)
-    }
-    return [
-        Use(name, state, split, len(keys), len(left_out[number].intersection(keys)), made.get(number))
-        for (number, name, state, split), keys in sorted(groups.items())
-    ]
+    return conn.execute(query).all()
 
 
 def _replies(*columns: ColumnElement[Any]) -> Select[Any]:
@@ -197,12 +165,6 @@ def _replies_of_conversation(name: str) -> Select[Any]:
     return select(replies.c.id).where(or_(replies.c.task_id.in_(by_task), without))
 
 
-def _left_out(round_id: int) -> Select[Any]:
-    """The keys of the tasks of a round that were not trained on."""
-    result = select(rounds.c.result).where(rounds.c.id == round_id).scalar_subquery()
-    return select(func.json_each(result, "$.left_out").table_valued("key").c.key)
-
-
 _originals: Final = tasks.alias("originals")
 _ROUND: Final = (
     "state", "trigger", "reason", "attempt", "parent", "seed", "config_hash", "rubric_hash", "created_at",
@@ -213,53 +175,35 @@ _REPLY: Final = (
 )  # fmt: skip
 
 
-def why(conn: Connection, subject: str, takes: TaskScopes = NONE_SELECTED) -> dict[str, Any] | None:
+def why(conn: Connection, name: str, takes: TaskScopes = NONE_SELECTED) -> dict[str, Any] | None:
     """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation.
 
     `takes` are the exclusions that do not keep tasks from rounds.
     """
-    name = subject.rpartition("@")[2]
-    found = conn.execute(select(rounds).where(rounds.c.name == name)).mappings().one_or_none()
+    of_round = select(rounds).where(rounds.c.name == name.rpartition("@")[2])
+    found = conn.execute(of_round).mappings().one_or_none()
     if found is not None:
         return _round_story(conn, found)
-    rows = (
-        conn.execute(
-            select(replies, sources.c.path.label("source"))
-            .join(sources, replies.c.source_id == sources.c.id)
-            .outerjoin(tasks, replies.c.task_id == tasks.c.id)
-            .where(
-                or_(
-                    is_of_span(subject),
-                    replies.c.trace_id == subject,
-                    replies.c.conversation_id == subject,
-                    tasks.c.key == subject,
-                )
-            )
-            .order_by(replies.c.id)
-        )
-        .mappings()
-        .all()
-    )
-    stories = [{**{key: row[key] for key in _REPLY}, "task": task_story(conn, row["task_id"], takes)} for row in rows]
-    return {"kind": "trace", "id": subject, "replies": stories} if rows else None
+    if (named := subject(conn, name)) is None:
+        return None
+    stories = [
+        {**{key: getattr(row, key) for key in _REPLY}, "task": task_story(conn, row.task_id, takes)}
+        for row in replies_of(conn, named)
+    ]
+    return {"kind": "trace", "id": name, "replies": stories}
 
 
 def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     adapter = conn.execute(select(adapters).where(adapters.c.round_id == row["id"])).mappings().one_or_none()
     of_task = tasks.c.key, tasks.c.conversation_id, tasks.c.agent, tasks.c.adapter, tasks.c.structure
-    samples = conn.execute(
-        select(*of_task, round_samples.c.split, round_samples.c.replayed)
-        .join(round_samples, round_samples.c.task_id == tasks.c.id)
-        .where(round_samples.c.round_id == row["id"])
-        .order_by(tasks.c.id)
-    ).all()
+    own = round_samples.c.round_id == row["id"]
+    query = select(*of_task, round_samples.c.replayed).select_from(_SAMPLES).where(own, TRAINED_ON)
+    train = conn.execute(query.order_by(tasks.c.id)).all()
     result = row["result"] or {}
-    left_out = result.get("left_out", {})
-    train = [sample for sample in samples if sample.split == Split.TRAIN and sample.key not in left_out]
     served = conn.execute(
         select(deployments).where(deployments.c.adapter == row["name"]).order_by(deployments.c.id)
     ).mappings()
-    comparison = adapter["comparison"] if adapter else result.get("comparison")
+    comparison = result.get("comparison")
     return {
         "kind": "round",
         "id": row["name"],
@@ -284,9 +228,9 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
             for s in train
         ],
         "conversations": sorted({s.conversation_id for s in train}),
-        "left_out": left_out,
+        "left_out": result.get("left_out", {}),
         "released": len(result.get("released", ())),
-        "held_out": sum(sample.split == Split.HELD_OUT for sample in samples),
+        "held_out": count_rows(conn, round_samples, own, round_samples.c.split == Split.HELD_OUT.value),
         "deployments": [
             {key: d[key] for key in ("alias", "state", "reason", "previous", "activated_at", "retired_at", "error")}
             for d in served

@@ -1,31 +1,50 @@
-"""What the pages of rounds show: results in short, samples, and the history of a round."""
+"""What the pages of rounds and of the gate show: rounds with results and decisions, samples, and the history of a
+round."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, func, or_, select
+from sqlalchemy import JSON, ColumnElement, Connection, Row, Select, func, or_, select, type_coerce
 
-from flywheel.records.states import Split
-from flywheel.store.kernel.schema import adapters, deployments, events, round_samples, rounds, tasks
+from flywheel.records.round import Comparison, GateDecision, GateTest
+from flywheel.records.states import RoundState, Split
+from flywheel.store.deployments import ServingPeriod, services
+from flywheel.store.kernel.schema import (
+    adapters,
+    deployments,
+    events,
+    gate_tests,
+    round_samples,
+    rounds,
+    tasks,
+)
 
-_PARTS: Final = (
-    "steps", "reward_first", "reward_last", "seconds", "usage", "versions", "device", "without_gradient", "left_out",
-    "outcome",
+_ROUND: Final = (
+    "id", "name", "trigger", "attempt", "parent", "seed", "dir", "reason", "created_at", "finished_at", "target",
+    "selection",
 )  # fmt: skip
-"""What pages show of a worker's result; the rest, as probe and scores, is large."""
+_RESULT: Final = func.json_remove(rounds.c.result, "$.probe")
+_WITHOUT_SCORES: Final = func.json_replace(_RESULT, "$.comparison.scores", func.json("[]"))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFacts:
-    """A round with the small parts of its worker's result, which are None before there is one."""
+    """A round, as pages show it.
+
+    Attributes:
+        result: The result of its worker (`flywheel.records.round.RoundResult`), without the probe; empty before it.
+        test: Its test of the gate.
+        conversations: How many the test used; None if it was not spent, because no rewards were seen.
+        comparison: None without one.
+        decision: None before it, and without a comparison.
+        services: When its adapter served.
+    """
 
     id: int
     name: str
-    state: str
     trigger: str
     attempt: int
     parent: str | None
@@ -34,39 +53,77 @@ class RoundFacts:
     reason: str
     created_at: str
     finished_at: str | None
+    target: str
+    selection: Mapping[str, Any] | None
+    state: RoundState
     result: Mapping[str, Any]
     adapter: str | None
     adapter_state: str | None
-    target: str
-    selection: Mapping[str, Any] | None
+    test: GateTest
+    conversations: int | None
+    comparison: Comparison | None
+    decision: GateDecision | None
+    decided_at: str | None
+    services: Sequence[ServingPeriod]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether its test counts: rewards of held-out answers were seen."""
+        return self.conversations is not None
+
+
+def listed(conn: Connection, limit: int, before: int | None = None) -> list[RoundFacts]:
+    """Rounds, the newest first; only those before the round with number `before`. Comparisons lack the scores of
+    single tasks."""
+    query = _query(_WITHOUT_SCORES).order_by(rounds.c.id.desc()).limit(limit)
+    return _facts(conn, query if before is None else query.where(rounds.c.id < before))
 
 
 def facts(conn: Connection, names: Sequence[str]) -> dict[str, RoundFacts]:
-    """These rounds by name."""
-    query = (
+    """These rounds by name. Comparisons lack the scores of single tasks."""
+    return {each.name: each for each in _facts(conn, _query(_WITHOUT_SCORES).where(rounds.c.name.in_(names)))}
+
+
+def with_scores(conn: Connection, name: str) -> RoundFacts | None:
+    """A round, with the scores of all tasks; None if there is no such round."""
+    return next(iter(_facts(conn, _query(_RESULT).where(rounds.c.name == name))), None)
+
+
+def _query(result: ColumnElement[Any]) -> Select[Any]:
+    return (
         select(
-            *(rounds.c[name] for name in (
-                "id", "name", "state", "trigger", "attempt", "parent", "seed", "dir", "reason", "created_at",
-                "finished_at", "target", "selection",
-            )),
-            *(func.json_extract(rounds.c.result, f"$.{name}").label(f"result_{name}") for name in _PARTS),
+            *(rounds.c[name] for name in _ROUND),
+            rounds.c.state,
+            type_coerce(result, JSON).label("result"),
             adapters.c.name.label("adapter"),
             adapters.c.state.label("adapter_state"),
+            *(gate_tests.c[name] for name in ("epoch", "number", "alpha", "conversations", "decision", "decided_at")),
         )
+        .join(gate_tests, gate_tests.c.round_id == rounds.c.id)
         .outerjoin(adapters, adapters.c.round_id == rounds.c.id)
-        .where(rounds.c.name.in_(names))
-    )  # fmt: skip
-    found = {}
-    for row in conn.execute(query).mappings():
-        own = {name: row[name] for name in RoundFacts.__slots__ if name != "result"}
-        result = {name: _parsed(row[f"result_{name}"]) for name in _PARTS}
-        found[row["name"]] = RoundFacts(**own, result=result)
-    return found
+    )
 
 
-def _parsed(value: Any) -> Any:
-    """What `json_extract` returns: objects and arrays as JSON text."""
-    return json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+def _facts(conn: Connection, query: Select[Any]) -> list[RoundFacts]:
+    rows = conn.execute(query).all()
+    served = services(conn, [row.name for row in rows])
+    return [_facts_of(row, served[row.name]) for row in rows]
+
+
+def _facts_of(row: Row[Any], served: Sequence[ServingPeriod]) -> RoundFacts:
+    values, result = {**row._mapping}, row.result or {}
+    compared = result.get("comparison")
+    return RoundFacts(
+        test=GateTest(**{name: values.pop(name) for name in GateTest.model_fields}),
+        services=served,
+        **values
+        | {
+            "state": RoundState(row.state),
+            "result": result,
+            "comparison": compared and Comparison.model_validate(compared),
+            "decision": row.decision and GateDecision.model_validate(row.decision),
+        },
+    )
 
 
 def beside(conn: Connection, number: int) -> tuple[str | None, str | None]:
@@ -95,31 +152,20 @@ def history(conn: Connection, found: RoundFacts) -> Sequence[Row[Any]]:
     return conn.execute(select(*columns).where(is_own).order_by(events.c.id)).all()
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Some samples of a round: their split, the agent that answered, and the version of its model ("": the base)."""
-
-    split: str
-    agent: str
-    adapter: str
-    tasks: int
-    conversations: int
-
-
-def shares(conn: Connection, number: int) -> list[Share]:
-    """The samples of a round, by split, agent and version."""
+def shares(conn: Connection, number: int) -> Sequence[Row[Any]]:
+    """How many `tasks` and `conversations` a round has, by `split`, the `agent` that answered, and the version of its
+    model (`adapter`, empty for the base)."""
     keys = (round_samples.c.split, tasks.c.agent, tasks.c.adapter)
-    counts = (func.count(), func.count(tasks.c.conversation_id.distinct()))
-    query = select(*keys, *counts).join(tasks, tasks.c.id == round_samples.c.task_id)
-    found = conn.execute(query.where(round_samples.c.round_id == number).group_by(*keys).order_by(*keys))
-    return [Share(split, agent or "", adapter or "", many, several) for split, agent, adapter, many, several in found]
+    several = func.count(tasks.c.conversation_id.distinct()).label("conversations")
+    query = select(*keys, func.count().label("tasks"), several).join(tasks, tasks.c.id == round_samples.c.task_id)
+    return conn.execute(query.where(round_samples.c.round_id == number).group_by(*keys).order_by(*keys)).all()
 
 
 def samples(conn: Connection, number: int, split: Split, after: int, limit: int) -> Sequence[Row[Any]]:
-    """Samples (`id`, `key`, `state`, `agent`, `question`, `replayed`) with task numbers above `after`, in their
-    order."""
+    """Samples (`id`, `key`, `state`, `agent`, `question`, `replayed`, `left_out`, `without_gradient`) with task
+    numbers above `after`, in their order."""
     chosen = (
-        select(round_samples.c.task_id, round_samples.c.replayed)
+        select(round_samples)
         .where(round_samples.c.round_id == number, round_samples.c.split == split.value)
         .where(round_samples.c.task_id > after)
         .order_by(round_samples.c.task_id)
@@ -127,6 +173,7 @@ def samples(conn: Connection, number: int, split: Split, after: int, limit: int)
         .subquery()
     )
     question = func.json_extract(tasks.c.payload, "$.main_query").label("question")
-    columns: Any = (tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, question, chosen.c.replayed)
+    of_round = (chosen.c[name] for name in ("replayed", "left_out", "without_gradient"))
+    columns: Any = (tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, question, *of_round)
     query = select(*columns).join(chosen, chosen.c.task_id == tasks.c.id)
     return conn.execute(query.order_by(tasks.c.id)).all()

@@ -19,7 +19,7 @@ from flywheel.records.exclusion import EVERY_TARGET, Scope
 from flywheel.records.states import TaskState
 from flywheel.store.kernel.schema import replies, rubrics, sources, tasks, verdicts
 from flywheel.store.views.acceptance import ACCEPTED, JUDGED, Share, stages
-from flywheel.store.views.task_list import ADAPTER, AGENT, CURRENT, JUDGE, MODEL, RUBRIC, WEEK
+from flywheel.store.views.task_list import ADAPTER, AGENT, JUDGE, MODEL, RUBRIC, WEEK
 
 FILTERS: Final = (
     "state", "split", "target", "adapter", "agent", "model", "week", "rubric", "judge", "stage", "criterion",
@@ -104,7 +104,7 @@ def task_counts(conn: Connection, scope: Scope = EVERY_TARGET) -> TaskCounts:
     query = (
         select(func.count(), func.max(verdicts.c.created_at), *labelled)
         .select_from(tasks)
-        .outerjoin(verdicts, verdicts.c.id == CURRENT)
+        .outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id)
         .group_by(*labelled)
     )
     paths = {str(number): path for number, path in conn.execute(select(sources.c.id, sources.c.path))}

@@ -1,8 +1,5 @@
-"""Lists of tasks, each with its current verdict, selected by state, adapter, criterion or text.
-
-The current verdict of a task is the newest one with the outcome that its state says: after a change of rubric and
-back an older verdict decides again. Of a task that is not decided, it is the newest verdict.
-"""
+"""Lists of tasks, each with its current verdict (`flywheel.store.verdicts.point`), selected by state, adapter,
+criterion or text."""
 
 from __future__ import annotations
 
@@ -37,33 +34,10 @@ from flywheel.store.kernel.schema import (
 from flywheel.store.labels import majority
 from flywheel.store.reply_names import is_of_span
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
-from flywheel.store.views.acceptance import ACCEPTED, JUDGED
+from flywheel.store.views.acceptance import JUDGED
 
 _leader = tasks.alias("leader")
-_other = verdicts.alias("other")
-
-
-def _said(own: ColumnElement[str]) -> ColumnElement[str]:
-    """The outcome that the state of a task says; `own` where it says none."""
-    return case(
-        (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
-        (tasks.c.state.in_(ACCEPTED), Outcome.ACCEPTED.value),
-        else_=own,
-    )
-
-
-def _newest(*which: ColumnElement[bool]) -> ColumnElement[int]:
-    """The id of the newest verdict on a task among these."""
-    found = select(_other.c.id).where(_other.c.task_id == tasks.c.id, *which).limit(1).correlate(tasks)
-    return found.order_by(_other.c.created_at.desc(), _other.c.id.desc()).scalar_subquery()
-
-
-CURRENT: Final = func.coalesce(_newest(_other.c.outcome == _said(_other.c.outcome)), _newest())
-"""The id of the current verdict on a task."""
-RUBRIC: Final = case(
-    (tasks.c.state.in_(JUDGED) & (verdicts.c.outcome == _said(verdicts.c.outcome)) & ~NOT_OF_THE_JUDGE,
-     verdicts.c.rubric_hash),
-)  # fmt: skip
+RUBRIC: Final = case((tasks.c.state.in_(JUDGED) & ~NOT_OF_THE_JUDGE, verdicts.c.rubric_hash))
 """The hash of the rubric that decided a task; NULL if it is not decided, or a filter or a person decided it."""
 ADAPTER: Final = case((tasks.c.adapter != "", tasks.c.adapter), (tasks.c.model == "", UNRECORDED), else_=BASE_VERSION)
 """The adapter that gave a reply, or what stands for it."""
@@ -259,23 +233,16 @@ def _part_by_score(
 ) -> tuple[Conditions, Sequence[ColumnElement[Any]], Position | None]:
     """The same of tasks with a score, without whether tasks can follow; the end is None if they end with it."""
     behind, up_to = (operator.gt, operator.le) if is_ascending else (operator.lt, operator.ge)
-
-    def between(score: ColumnElement[float], task: ColumnElement[int], end: Any) -> list[ColumnElement[bool]]:
-        found: list[ColumnElement[bool]] = [score.is_not(None)]
-        if after is not None:
-            found.append(behind(tuple_(score, task), tuple_(after.score, after.id)))
-        return found if end is None else [*found, up_to(tuple_(score, task), tuple_(*end))]
-
-    def by(*columns: ColumnElement[Any]) -> list[ColumnElement[Any]]:
-        return [each.asc() if is_ascending else each.desc() for each in columns]
-
-    own, other = (verdicts.c.score, tasks.c.id), (_other.c.score, _other.c.task_id)
-    end = conn.execute(
-        select(*other).where(*between(*other, None)).order_by(*by(*other)).offset(step).limit(1)
-    ).first()
+    place = verdicts.c.score, verdicts.c.task_id
+    by = [each.asc() if is_ascending else each.desc() for each in place]
+    part: list[ColumnElement[bool]] = [verdicts.c.score.is_not(None)]
+    if after is not None:
+        part.append(behind(tuple_(*place), tuple_(after.score, after.id)))
+    end = conn.execute(select(*place).where(*part).order_by(*by).offset(step).limit(1)).first()
+    if end is not None:
+        part.append(up_to(tuple_(*place), tuple_(*end)))
     # By the index of all scores; of the tasks that are found, the current verdict counts.
-    having = select(_other.c.task_id).where(*between(*other, end))
-    return [tasks.c.id.in_(having), *between(*own, end)], by(*own), None if end is None else Position(end[1], end[0])
+    return [*part, verdicts.c.task_id == tasks.c.id], by, None if end is None else Position(end[1], end[0])
 
 
 def count(conn: Connection, wanted: Conditions) -> int:
@@ -284,7 +251,7 @@ def count(conn: Connection, wanted: Conditions) -> int:
 
 
 def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
-    return query.outerjoin(verdicts, verdicts.c.id == CURRENT).where(*wanted)
+    return query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id).where(*wanted)
 
 
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
@@ -417,10 +384,10 @@ def next_ids(
 
 def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
     """The tasks with these ids, in the order of the ids; one that is gone is left out."""
-    deciding = _newest(_other.c.outcome == _said(_other.c.outcome), _other.c.outcome != Outcome.UNDECIDED.value)
+    deciding = and_(verdicts.c.id == tasks.c.verdict_id, verdicts.c.outcome != Outcome.UNDECIDED.value)
     of_verdict = (verdicts.c[name] for name in ("outcome", "score", "results", "rubric_hash"))
     columns = tasks.c.id, tasks.c.payload, tasks.c.state, majority().label("votes"), *of_verdict
-    query = select(*columns).select_from(tasks).outerjoin(verdicts, verdicts.c.id == deciding)
+    query = select(*columns).select_from(tasks).outerjoin(verdicts, deciding)
     found = {
         row.id: ExportedTask(
             row.id,

@@ -59,7 +59,7 @@ def put(conn: Connection, directory: Path, probe: Probe | None) -> None:
     put_round(conn, 2, RoundState.PROMOTED, directory / "none", result=result, reason="no gain")
     for number, task in ((1, 1), (2, 2)):
         dumped = probe and probe.model_dump(mode="json")
-        put_adapter(conn, number, comparison=result["comparison"], probe=dumped)
+        put_adapter(conn, number, probe=dumped)
         conn.execute(insert(schema.round_samples).values(round_id=number, task_id=task, split="train"))
         record(conn, "rounds", [str(number)], "training", "failed", reason)
 
@@ -92,10 +92,10 @@ async def test_the_result_of_a_round_in_the_state_loses_what_its_files_lose(stor
     assert RoundResult.model_validate(row.result) == RoundResult.model_validate_json(
         (directory / "result.json").read_bytes()
     )
-    said = json.dumps([row.result, row.reason, adapter.comparison, details], ensure_ascii=False)
+    said = json.dumps([row.result, row.reason, details], ensure_ascii=False)
     assert "Amélie" not in said and "七三九" not in said
     assert (row.reason, details) == (ERASED_SENTENCE, [ERASED_SENTENCE])
-    assert {each["task_id"] for each in adapter.comparison["scores"]} == {STAYS, "t-stays-held-out"}
+    assert {each["task_id"] for each in row.result["comparison"]["scores"]} == {STAYS, "t-stays-held-out"}
     assert await stored(store, 2) == before, "it did not use the task"
     assert await store.write(erase_from_results, ERASED) == []
     assert await stored(store, 1) == (row, adapter, details)

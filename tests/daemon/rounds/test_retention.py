@@ -110,7 +110,7 @@ async def test_what_serves_and_what_it_can_be_rolled_back_to_stay(state: Old) ->
     await state.served("r0001", "r0002", "r0003")
     done = await state.remove()
     assert state.whole() == ["r0002", "r0003"]
-    assert {each.name: each.needed for each in done.kept} == {
+    assert {each.name: why for each, why in done.kept} == {
         "r0002": "agent can be rolled back to it",
         "r0003": "it serves as agent",
     }
@@ -122,7 +122,7 @@ async def test_what_served_last_stays_besides(state: Old) -> None:
     await state.served("r0001", "r0002", "r0003", "r0004")
     done = await state.remove(keep_served=3)
     assert state.whole() == ["r0002", "r0003", "r0004"]
-    assert done.kept[0].needed == "one of the last 3 that served"
+    assert done.kept[0][1] == "one of the last 3 that served"
     target, _ = await state.deployer.rollback("r0002")
     assert target == "r0002"
 
@@ -139,7 +139,7 @@ async def test_a_round_under_way_and_what_it_goes_on_from_stay(state: Old) -> No
     await state.store.write(put_round, 6, RoundState.TRAINING, directory, parent="r0002")
     done = await state.remove()
     assert state.whole() == ["r0002", "r0006"]
-    assert [each.needed for each in done.kept] == ["r0006 goes on from it"]
+    assert [why for _, why in done.kept] == ["r0006 goes on from it"]
 
 
 async def test_what_is_not_old_enough_stays(state: Old) -> None:
@@ -154,7 +154,7 @@ async def test_what_a_server_still_lists_stays(state: Old) -> None:
     state.server.loaded["agent@r0001"] = str(state.directory("r0001") / "adapter")
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"]
-    assert done.kept[0].needed == f"{state.config.serving.urls[0]} still lists it"
+    assert done.kept[0][1] == f"{state.config.serving.urls[0]} still lists it"
 
 
 async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pyt
         for name in (None, "ADMIN"):
             keys = {"urls": [url], "api_key_env": "AGENTS", "admin_key_env": name}
             keyed = replace(state, config=with_settings(state.config, serving=keys)).with_retention(keep_served=0)
-            found[name] = (await keyed.look(90)).kept[0].needed
+            found[name] = (await keyed.look(90)).kept[0][1]
     assert "refuses the key" in found[None]
     assert found["ADMIN"] == f"{url} still lists it"
 
@@ -178,7 +178,7 @@ async def test_of_what_was_deployed_nothing_goes_while_a_server_cannot_be_asked(
     state.server.faults["/v1/models"] = (503, "starting")
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"], "r0004 and r0005 were never on a server"
-    assert "cannot be asked whether it still lists it" in done.kept[0].needed
+    assert "cannot be asked whether it still lists it" in done.kept[0][1]
 
 
 async def test_a_look_removes_nothing_and_says_what_would_go(state: Old) -> None:

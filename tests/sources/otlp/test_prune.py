@@ -66,10 +66,10 @@ async def test_erased_spans_keep_their_row_numbers_and_nothing_else(client: http
     assert (await client.post("/v1/traces", content=body, headers=PROTOBUF)).status_code == 200
     before, others = rowids(inbox), [row for row in stored(inbox) if "other" in str(row)]
     assert len(others) == 133 and set(planted_in(inbox.parent)) == set(WORDS)
-    by_name, by_user = traces_of(inbox, [WORDS[0]], "", []), traces_of(inbox, [], WORDS[1], [])
+    by_name, by_user = await traces_of(inbox, [WORDS[0]], "", []), await traces_of(inbox, [], WORDS[1], [])
     assert by_name == by_user and len(by_name) == 2
-    assert erase(inbox, by_name) == 266
-    assert erase(inbox, by_name) == 0
+    assert await erase(inbox, by_name) == 266
+    assert await erase(inbox, by_name) == 0
     assert purge(inbox, 5.0)
     assert planted_in(inbox.parent) == {}
     assert rowids(inbox) == before

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
+from flywheel.records.round import RoundResult
 from flywheel.records.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import adapters, round_samples, rounds, tasks
+from flywheel.store.rounds import store_result
 from flywheel.store.views import erased_samples
 from flywheel.store.views.erased_samples import AffectedAdapter, CleanVersion, HeldOutUse
 from tests.factories.round import comparison, put_deployment, put_tested_round
@@ -98,8 +100,10 @@ async def test_a_descendant_alone_inherits(story: Store) -> None:
 async def test_a_task_that_was_left_out_or_held_out_trained_nothing(story: Store) -> None:
     def leave_out(conn: Connection) -> None:
         key = conn.execute(select(tasks.c.key).where(tasks.c.id == 8)).scalar_one()
-        result = dict(conn.execute(select(rounds.c.result).where(rounds.c.id == 3)).scalar_one())
-        conn.execute(update(rounds).where(rounds.c.id == 3).values(result=result | {"left_out": {key: "too long"}}))
+        result = conn.execute(select(rounds.c.result).where(rounds.c.id == 3)).scalar_one()
+        store_result(conn, 3, RoundResult.model_validate({**result, "left_out": {key: "too long"}}))
+        # An erasure removes it from there.
+        conn.execute(update(rounds).where(rounds.c.id == 3).values(result=result))
 
     await story.write(leave_out)
     await story.write(erase, 8, 10, 11)

@@ -16,6 +16,7 @@ from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
+from flywheel.store.verdicts import point
 from tests.factories.trace import START, reply
 
 SYSTEM = {"role": "system", "content": "You do sums."}
@@ -160,6 +161,7 @@ def add_verdict(conn: Connection, task: int, outcome: Outcome, score: float | No
             created_at=START.isoformat(),
         )
     )
+    point(conn, [task])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, insert, select, update
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks, verdicts
+from flywheel.store.verdicts import point
 from flywheel.training.data.formats.export_format import ExportSample
 from flywheel.training.data.formats.table import CsvWriter, TableWriter, named, row
 from tests.cli.conftest import Run
@@ -67,6 +68,7 @@ def judged(conn: Connection) -> None:
                 results=results, created_at=START.isoformat(),
             )
         )  # fmt: skip
+    point(conn, [number for number, *_ in given])
 
 
 @pytest.fixture
