@@ -31,7 +31,7 @@ from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import put_deployed
 from tests.factories.targets import TARGETS, both, put_of
-from tests.factories.trace import batch, put_replies, reply
+from tests.factories.trace import batch, put_replies, record, reply
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
@@ -270,7 +270,7 @@ async def test_each_target_is_judged_by_its_rubric(store: Store, tmp_path: Path)
         told = [reply(n, agent=("planner", "Doer", "other")[n % 3]) for n in range(7)]
         source = await store.write(ledger.source_id, "/a")
         # They were read before there were targets.
-        await store.write(ledger.record_batch, source, batch(*told), train_ratio=0.7, split_seed=42)
+        await store.write(record, source, batch(*told), train_ratio=0.7, split_seed=42)
         judging = TaskJudging(store, config)
         assert await judging.count() == 7
         assert (await judging.preview()).tasks == 7
