@@ -24,9 +24,9 @@ from flywheel.daemon.rounds.sample_selection import choose
 from flywheel.judge.rubric import Rubric
 from flywheel.records.coreset import ORDERS
 from flywheel.records.states import TaskState
-from flywheel.records.task import Batch, entries_of
+from flywheel.records.task import Batch, entry_of
 from flywheel.records.trace import Reply
-from flywheel.store import ledger, rounds
+from flywheel.store import ledger, rounds, splits
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 
@@ -61,10 +61,11 @@ async def fill(store: Store, asked: list[str]) -> None:
     source = await store.write(ledger.source_id, "/studio.db")
     for start in range(0, len(asked), 1000):
         some = [reply(number, query) for number, query in enumerate(asked[start : start + 1000], start)]
-        batch = Batch(None, tuple(entries_of(some, "/studio.db")))
+        batch = Batch(None, tuple(entry_of(each, "/studio.db") for each in some))
         await store.write(lambda conn, batch=batch: ledger.record_batch(
             conn, source, batch, train_ratio=1.0, split_seed=42
         ))  # fmt: skip
+        await store.write(splits.assign)
     await store.write(lambda conn: conn.execute(update(tasks).values(state=TaskState.ACCEPTED.value)))
 
 

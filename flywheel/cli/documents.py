@@ -37,7 +37,7 @@ from flywheel.records.task import ID_OF_LINE, Batch, TaskLine, line_bytes, stora
 from flywheel.records.verdict import Verdict
 from flywheel.sources.documents import SUFFIXES, Passage, passages_of
 from flywheel.sources.jsonl.record import entry_of_line
-from flywheel.store import claims, judge_usage, ledger
+from flywheel.store import claims, judge_usage, ledger, splits
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import task_list
 from flywheel.system.signals import unless_stopped
@@ -141,11 +141,12 @@ class _Entering:
         if outcome == "held":
             self._of_passage[passage].append(draft.question)
         else:
-            entry = replace(entry, line=b"", words=(), bands=(), skip=SkipReason.REFUSED, detail=why)
+            entry = replace(entry, line=b"", skip=SkipReason.REFUSED, detail=why)
         number, split = ledger.source_id(conn, self._directory, DOCUMENTS), self._config.ingest
         ledger.note_source(conn, number, condition="ok", read_at=utcnow())
         batch, ratio = Batch(None, (entry,)), split.train_ratio
         ledger.record_batch(conn, number, batch, train_ratio=ratio, split_seed=split.split_seed)
+        splits.assign(conn)
         claims.hold(conn, [asked.key], why)
 
 

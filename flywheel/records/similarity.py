@@ -280,7 +280,7 @@ def _mixed(words: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a question is compared by."""
+    """What a question is compared by, and what its task counts towards in the shares of a round."""
 
     scope: int
     """63-bit hash of what must be the same."""
@@ -295,6 +295,14 @@ class Fingerprint:
     query: str
     text: str
     """Hash of the question; the key of its embedding."""
+    conversation: str
+    user: str
+    template: int
+    """63-bit hash of the question without numbers, names and quotations."""
+    origin: str
+    """The user or, if unknown, the source."""
+    at: float
+    """When it was asked: seconds since 1970."""
 
 
 class PromptSignature(NamedTuple):

@@ -20,7 +20,6 @@ from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_BY_ID
 from flywheel.records.selection import TaskClass
-from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
 from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply, ToolDefinition
@@ -219,8 +218,6 @@ class Entry(Struct, frozen=True, gc=False):
     - `line`: the task in UTF-8 without a line end; empty if `skip` says why there is none. Its split is provisional,
       as the ledger decides the split of the conversation.
     - `content`: a 63-bit hash of the line and `skip`, which differs if a re-extracted reply differs.
-    - `beginning`: a hash of the beginning of the conversation, 0 without a task.
-    - `words`, `bands`: the prompt signature of a first turn (see `similarity`).
     - `linked`: the reply's own spans do not show the conversation before it. The ledger finds the earlier turns by
       conversation id and time.
     - `excluded`: why rounds leave the task out (see `exclusion`).
@@ -244,9 +241,6 @@ class Entry(Struct, frozen=True, gc=False):
     key: str
     line: bytes
     content: int
-    beginning: int = 0
-    words: tuple[int, ...] = ()
-    bands: tuple[int, ...] = ()
     linked: bool = False
     excluded: str = ""
     model: str = ""
@@ -327,29 +321,12 @@ def joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
-_NO_SIGNATURE: Final = PromptSignature()
 _NO_REFUSAL: Final = b'"refusal":false,'
 """Not hashed: lines of earlier versions, whose hashes are stored, do not have it."""
 
 
 def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
     """The entry of a reply from `source`; `models` says whose replies are trained on."""
-    return entries_of((reply,), source, models)[0]
-
-
-def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = ANY_MODEL) -> list[Entry]:
-    """The entry of each reply. Signatures of many replies are computed faster together."""
-    begin = [reply.turn == 0 and not reply.skip for reply in replies]
-    signatures = iter(
-        prompt_signatures([reply.query for reply, begins in zip(replies, begin, strict=True) if begins])
-    )
-    return [
-        _entry(reply, source, next(signatures) if begins else _NO_SIGNATURE, models)
-        for reply, begins in zip(replies, begin, strict=True)
-    ]
-
-
-def _entry(reply: Reply, source: str, signature: PromptSignature, models: TrainedModels) -> Entry:
     line = task_line(reply, source)
     whole = line_bytes(line)
     skip = reply.skip
@@ -375,9 +352,6 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         key=line["task_id"],
         line=b"" if skip else whole,
         content=xxhash.xxh3_64_intdigest(whole.replace(_NO_REFUSAL, b"", 1) + str(skip).encode()) >> 1,
-        beginning=0 if skip else beginning_of(line),
-        words=signature.words,
-        bands=signature.bands,
         linked=not (reply.history or reply.model or reply.prompt),
         excluded="" if skip else exclusion.column(excluded),
         model=model,

@@ -28,7 +28,6 @@ from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceEr
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
 from flywheel.records import skipping
-from flywheel.records.similarity import beginning_of, prompt_signatures
 from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
@@ -42,7 +41,7 @@ from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
-from flywheel.store import erasures, ledger
+from flywheel.store import erasures, ledger, splits
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
@@ -133,6 +132,8 @@ class SourceIngestion:
         """Whether a pass has ended, well or not."""
         self.is_reopened = False
         """Whether traces were opened again in the ledger, which the next pass has to look for."""
+        self._has_unsplit = True
+        """Whether tasks may have no split: at first, a process that died may have left some."""
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
         self._scanned_at: float | None = None
@@ -161,6 +162,7 @@ class SourceIngestion:
                 self.connector.forget()
                 self.is_reopened = False
             try:
+                await self._assign_splits()
                 self._source = self._source or await self._store.write(
                     ledger.source_id, str(self.path), self.connector.type
                 )
@@ -337,6 +339,7 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
+        self._has_unsplit = self._has_unsplit or bool(recorded.new_tasks)
         if self._calls is not None:
             self._calls.reopened |= recorded.reopened
             if recorded.erased_calls:
@@ -348,6 +351,12 @@ class SourceIngestion:
         if self._repeated is not None:
             self._repeated += recorded.repeated
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
+        await self._assign_splits()
+
+    async def _assign_splits(self) -> None:
+        if self._has_unsplit:
+            await self._store.write(splits.assign)
+            self._has_unsplit = False
 
     async def _warn_of_skipped(self, counts: SourceCounts) -> str:
         """The warning that all replies are skipped for one reason, with what most of them lack; else empty."""
@@ -428,12 +437,7 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
         detail = text(entry.detail)
         if not entry.line:
             return msgspec.structs.replace(entry, detail=detail)
-        line = redact(orjson.loads(entry.line))
-        words, bands = prompt_signatures([line["main_query"]])[0] if entry.words else ((), ())
-        beginning = beginning_of(line)
-        return msgspec.structs.replace(
-            entry, line=line_bytes(line), detail=detail, beginning=beginning, words=words, bands=bands
-        )
+        return msgspec.structs.replace(entry, line=line_bytes(redact(orjson.loads(entry.line))), detail=detail)
 
     entries: list[Entry] = []
     dead: list[DeadRow] = []

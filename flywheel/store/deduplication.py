@@ -1,4 +1,5 @@
-"""Deduplication: the stored fingerprints of questions, the embeddings, and which task repeats which.
+"""Deduplication: the stored fingerprints of questions, the embeddings, which task repeats which, and bursts of
+near-identical questions, which are held for a person.
 
 A duplicate repeats a task that is *kept*: one that passed deduplication and was not rejected since. When the judge
 rejects a task, its duplicates are due again.
@@ -6,9 +7,11 @@ rejects a task, its duplicates are due again.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select, update
@@ -105,6 +108,8 @@ def _delete_others(conn: Connection, model: str, length: int) -> int:
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, *ABSENT)
 """A task in one of these states is not kept: other tasks may repeat it."""
 
+NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.ACCEPTED)
+"""States in which a task of a burst can still be held."""
 LIKELY: Final = 256
 """Earlier questions that one is compared with word by word, at most."""
 
@@ -178,6 +183,7 @@ def enter(conn: Connection, entries: Sequence[ComparedTask], threshold: float) -
                 "text": own.text,
                 "threshold": threshold,
                 "kept": bool(before and before.kept),
+                **{name: getattr(own, name) for name in ("conversation", "user", "template", "origin", "at")},
             }
         )
         if before is not None:
@@ -268,6 +274,56 @@ def _enter_bands(conn: Connection, entries: Sequence[ComparedTask]) -> None:
     ]
     if rows:
         conn.execute(insert(fingerprint_bands), rows)
+
+
+def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: float) -> list[int]:
+    """Hold the tasks of bursts: `count` or more near-identical questions of one origin within `seconds`.
+
+    Only bursts with one of the tasks `asked` are looked for. Their other tasks are held as well, unless a round has
+    them. Returns the tasks that are held now. Tasks that a person released are neither counted nor held again.
+    """
+    columns = fingerprints.c.task_id, fingerprints.c.like, fingerprints.c.origin, fingerprints.c.at
+    free = select(*columns, tasks.c.state).join(tasks).where(~tasks.c.released).subquery()
+    ids = select(func.json_each(json.dumps([*asked])).table_valued("value").c.value)
+    groups = (
+        select(free.c.like, free.c.origin, func.min(free.c.at).label("first"), func.max(free.c.at).label("last"))
+        .where(free.c.task_id.in_(ids))
+        .group_by(free.c.like, free.c.origin)
+        .subquery()
+    )
+    # All that can be in a window with one of these.
+    near = free.c.at.between(groups.c.first - seconds, groups.c.last + seconds)
+    alike = and_(free.c.like == groups.c.like, free.c.origin == groups.c.origin, near)
+    in_order = free.c.like, free.c.origin, free.c.at, free.c.task_id
+    rows = conn.execute(select(free).join(groups, alike).order_by(*in_order)).all()
+    held: list[int] = []
+    for _, some in groupby(rows, key=lambda row: (row.like, row.origin)):
+        times = list(some)
+        burst = _bursts(times, {*asked}, count, seconds)
+        why = f"one of {len(burst)} near-identical questions within {seconds:g} s"
+        for row in times:
+            state = TaskState(row.state)
+            is_free = row.task_id in burst and state in NOT_YET_USED
+            if is_free and move(conn, row.task_id, state, TaskState.HELD, why, retry_at=None):
+                held.append(row.task_id)
+    return held
+
+
+def _bursts(times: Sequence[Row[Any]], asked: Set[int], count: int, seconds: float) -> set[int]:
+    """The tasks of all windows of `seconds` with `count` or more tasks, one of them in `asked`."""
+    burst: set[int] = set()
+    start = 0
+    newest = -1  # the last position of a task in `asked`
+    done = 0  # all positions before are done
+    for end, row in enumerate(times):
+        if row.task_id in asked:
+            newest = end
+        while row.at - times[start].at > seconds:
+            start += 1
+        if end - start + 1 >= count and newest >= start:
+            burst |= {each.task_id for each in times[max(start, done) : end + 1]}
+            done = end + 1
+    return burst
 
 
 def note(conn: Connection, task: int, found: Repeats) -> None:

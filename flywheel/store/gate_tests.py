@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, case, exists, func, insert, select, true, update
+from sqlalchemy import ColumnElement, Connection, exists, func, insert, select, true, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.exclusion import EVERY_TARGET, Scope
 from flywheel.records.round import Comparison, GateDecision, GateTest, SpentTest
 from flywheel.records.states import RoundState
-from flywheel.records.task import NO_CONVERSATION
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import gate_conversations, gate_tests, rounds, tasks
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.samples import allowed, of_the_gate
-
-
-def conversation() -> ColumnElement[str]:
-    """The key of a task's conversation, see `flywheel.records.task.conversation_key`."""
-    trace = func.json_extract(tasks.c.payload, "$.metadata.trace_id")
-    return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
+from flywheel.store.splits import conversation
 
 
 def plan(conn: Connection, round_id: int, test: GateTest) -> None:

@@ -41,7 +41,7 @@ from flywheel.store.kernel.bulk import chunks, count_rows, rows_in
 from flywheel.store.kernel.schema import (
     available_samples,
     duplicates,
-    influences,
+    fingerprints,
     replies,
     round_samples,
     rounds,
@@ -130,7 +130,7 @@ def recorded_lines(
         yield from ((Split(split), orjson.loads(line)) for split, line in some)
 
 
-_KNOWN_OF: Final = tuple(influences.c[name] for name in ("conversation", "user", "template", "origin"))
+_KNOWN_OF: Final = tuple(fingerprints.c[name] for name in ("conversation", "user", "template", "origin"))
 MOST_CANDIDATES: Final = 1 << 16
 """Samples among which a round's are chosen, at most."""
 LEFT_OUT: Final = "left out"
@@ -138,7 +138,7 @@ LEFT_OUT: Final = "left out"
 
 
 def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None = None) -> Sequence[Row[Any]]:
-    """Samples that a round may take (`id`, `structure`, `uses`, and from `influences` `conversation`, `user`,
+    """Samples that a round may take (`id`, `structure`, `uses`, and from `fingerprints` `conversation`, `user`,
     `template` and `origin`, NULL where unknown), in the order in which rounds take them: those that were in the
     fewest rounds with a result first, then the oldest.
 
@@ -149,13 +149,13 @@ def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None 
     which = select(*columns).where(free(scope))
     if limit is None and count_free(conn, scope) > MOST_CANDIDATES:
         place = func.row_number().over(
-            partition_by=[tasks.c.structure, influences.c.user], order_by=[uses, tasks.c.id]
+            partition_by=[tasks.c.structure, fingerprints.c.user], order_by=[uses, tasks.c.id]
         )
-        which = which.outerjoin(influences, influences.c.task_id == tasks.c.id).order_by(place, tasks.c.id)
+        which = which.outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id).order_by(place, tasks.c.id)
     else:
         which = which.order_by(uses, tasks.c.id)
     some = which.limit(limit or MOST_CANDIDATES).subquery()
-    query = select(some, *_KNOWN_OF).outerjoin(influences, influences.c.task_id == some.c.id)
+    query = select(some, *_KNOWN_OF).outerjoin(fingerprints, fingerprints.c.task_id == some.c.id)
     return conn.execute(query.order_by(some.c.uses, some.c.id)).all()
 
 
@@ -163,7 +163,7 @@ def known(conn: Connection, ids: Sequence[int]) -> list[Row[Any]]:
     """These tasks with the columns of `candidates`, and `key`, in the order of their numbers."""
     query = select(tasks.c.id, tasks.c.key, tasks.c.structure, tried().label("uses"), *_KNOWN_OF)
     return list(
-        rows_in(conn, query.outerjoin(influences, influences.c.task_id == tasks.c.id), tasks.c.id, sorted(ids))
+        rows_in(conn, query.outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id), tasks.c.id, sorted(ids))
     )
 
 
@@ -201,7 +201,7 @@ def replayable(
         .limit(buffer)
         .subquery()
     )
-    query = select(some, *_KNOWN_OF).outerjoin(influences, influences.c.task_id == some.c.id).order_by(some.c.id)
+    query = select(some, *_KNOWN_OF).outerjoin(fingerprints, fingerprints.c.task_id == some.c.id).order_by(some.c.id)
     if with_spread:
         of_last = round_samples.c.task_id == some.c.id, round_samples.c.round_id == some.c.last
         query = query.where(~exists().where(*of_last, round_samples.c.without_gradient))

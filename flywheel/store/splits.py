@@ -1,4 +1,8 @@
-"""The split of each conversation, training or held out: decided when its first task is stored, and never again.
+"""The split of each conversation, training or held out: decided once its first task is stored, and never again.
+
+Tasks are stored in one transaction, and `assign` gives them their splits in the next one, in the order of their
+numbers. A task without a split is in no list, round or export (`has_split`). If the process dies between the two, the
+next `assign` finds what was left.
 
 A hash of the conversation decides, unless it begins as an earlier one does: then it follows that one, so that no
 held-out question is trained on. All that begin exactly alike (system prompt, tools and first question) follow the
@@ -13,25 +17,53 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import orjson
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Integer,
+    LargeBinary,
+    Text,
+    and_,
+    bindparam,
+    case,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 
 from flywheel.records.exclusion import Exclusion
-from flywheel.records.similarity import NEAR, first_question, jaccard, normalised, prompt_signatures
+from flywheel.records.similarity import (
+    NEAR,
+    PromptSignature,
+    beginning_of,
+    first_question,
+    jaccard,
+    normalised,
+    prompt_signatures,
+)
 from flywheel.records.states import ABSENT, Split, TaskState
-from flywheel.records.task import Entry, split_of
-from flywheel.store.gate_tests import conversation
+from flywheel.records.task import NO_CONVERSATION, conversation_key
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, rows_in, sql_text
-from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
+from flywheel.store.kernel.database import note, noted
+from flywheel.store.kernel.schema import conversations, meta, recent_bands, signature_bands, tasks
 from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50
 RECENT: Final = 50_000
 """Rows of the table of recent bands, at most: two megabytes."""
+SPLIT_TO: Final = "split_to"
+"""The note with the number of the last task with a split. A mark at each task would write every line twice."""
 
 _SPLITS: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
 _BANDS: Final = [
@@ -49,6 +81,70 @@ _FOLLOWERS: Final = sql_text(
 )
 
 
+def has_split(task: Column[int] = tasks.c.id) -> ColumnElement[bool]:
+    """The tasks with a split, by a column with their numbers."""
+    last = select(cast(meta.c.value, Integer)).where(meta.c.key == literal_column(f"'{SPLIT_TO}'"))
+    return task <= last.scalar_subquery()
+
+
+def conversation() -> ColumnElement[str]:
+    """The key of a task's conversation, see `flywheel.records.task.conversation_key`."""
+    trace = func.json_extract(tasks.c.payload, "$.metadata.trace_id")
+    return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
+
+
+def assign(conn: Connection, kept: int | None = None) -> None:
+    """Give every task that has none its split, in the order of their numbers.
+
+    `kept` is the number of a task whose reply has changed: only the conversation that it belongs to now is noted. A
+    new one gets the split of the task, which stays.
+    """
+    last = int(noted(conn, SPLIT_TO) or 0)
+    which = tasks.c.id > last if kept is None else and_(tasks.c.id == kept, tasks.c.id <= last)
+    turns = list(_turns(conn, which))
+    if not turns:
+        return
+    splits = _Splits(conn, turns, is_given=kept is not None)
+    found = [(turn, splits.of(turn)) for turn in turns]
+    # The lines of training tasks are right already: they are written once.
+    changed = [
+        {"task": turn.task, "to": split.value, "begins": turn.beginning if split is Split.HELD_OUT else None}
+        for turn, split in found
+        if split is Split.HELD_OUT or split is not turn.split
+    ]
+    if changed:
+        to = bindparam("to", type_=Text)
+        line = func.json_set(tasks.c.payload, "$.metadata.split", to)
+        values = {"split": to, "beginning": bindparam("begins"), "payload": line}
+        conn.execute(update(tasks).where(tasks.c.id == bindparam("task")).values(**values), changed)
+    splits.store()
+    if kept is None:
+        note(conn, SPLIT_TO, str(turns[-1].task))
+
+
+class _Turn(NamedTuple):
+    """A task and how its conversation (`key`) begins. `split` is that of the hash, or the one that it has. `question`
+    is the first of the conversation, None in a later turn."""
+
+    task: int
+    key: str
+    split: Split
+    beginning: int
+    question: str | None
+
+
+def _turns(conn: Connection, which: ColumnElement[bool]) -> Iterator[_Turn]:
+    """These tasks in the order of their numbers; not those that were erased."""
+    columns = tasks.c.id, tasks.c.conversation_id, tasks.c.root, tasks.c.split, cast(tasks.c.payload, LargeBinary)
+    query = select(*columns).where(which, tasks.c.state != TaskState.ERASED.value).order_by(tasks.c.id)
+    for number, conversation_id, root, split, payload in conn.execute(query):
+        line = orjson.loads(payload)
+        metadata = line["metadata"]
+        key = conversation_key(root or conversation_id, metadata["trace_id"])
+        question = None if metadata["turn"] else line["main_query"]
+        yield _Turn(number, key, Split(split), beginning_of(line), question)
+
+
 class _Conversation(Struct, frozen=True):
     """A conversation that later ones may follow; `words` are those of its first question."""
 
@@ -57,44 +153,47 @@ class _Conversation(Struct, frozen=True):
     words: frozenset[int]
 
 
-class Splits:
-    """The splits of the conversations of one batch of entries."""
+class _Splits:
+    """The splits of the conversations of some tasks; `is_given` if the tasks have theirs already."""
 
-    def __init__(self, conn: Connection, entries: Sequence[Entry], *, train_ratio: float, seed: int) -> None:
+    def __init__(self, conn: Connection, turns: Sequence[_Turn], *, is_given: bool) -> None:
         self._conn = conn
-        self._train_ratio = train_ratio
-        self._seed = seed
-        keys = [entry.split_key for entry in entries]
-        self._splits = {row.key: Split(row.split) for row in _SPLITS.rows(conn, list(dict.fromkeys(keys)))}
-        self._by_beginning: dict[int, _Conversation] = {}
-        self._by_band: dict[int, list[_Conversation]] = {}
-        by_key = list(zip(keys, entries, strict=True))
-        wanted = {band for key, entry in by_key if key not in self._splits for band in entry.bands}
-        beginnings = {entry.beginning for key, entry in by_key if self._shows_beginning(key, entry)}
+        self._is_given = is_given
+        known = _SPLITS.rows(conn, list(dict.fromkeys(turn.key for turn in turns)))
+        self._splits = {row.key: Split(row.split) for row in known}
+        deciding = {turn.key: turn for turn in reversed(turns) if turn.key not in self._splits}
+        asked = {turn.key: turn.question for turn in deciding.values() if turn.question is not None}
+        self._signatures = dict(zip(asked, prompt_signatures(list(asked.values())), strict=True))
+        bands = {turn.beginning for turn in turns}.union(*(each.bands for each in self._signatures.values()))
+        self._found: defaultdict[int, list[_Conversation]] = defaultdict(list)
+        """Conversations by band and beginning; of a beginning one in each split at most."""
         read: dict[str, _Conversation] = {}
-        bands = sorted(wanted | beginnings)
-        for row in (row for table in _BANDS for row in table.rows(conn, bands)):
+        in_order = sorted(bands)
+        for row in (row for table in _BANDS for row in table.rows(conn, in_order)):
             if row.key not in read:
                 read[row.key] = _Conversation(row.key, Split(row.split), frozenset(array("I", row.words)))
-            found = read[row.key]
-            if row.band in wanted:
-                self._by_band.setdefault(row.band, []).append(found)
-            elif row.band not in self._by_beginning or found.split is Split.TRAIN:
-                # Of a beginning that both splits have, the conversation in training is followed.
-                self._by_beginning[row.band] = found
+            self._found[row.band].append(read[row.key])
         self._followers: Counter[str] = Counter()
         self._repeated: set[int] = set()
         self._new: list[tuple[object, ...]] = []
         self._new_bands: list[tuple[int, str]] = []
 
-    def of(self, entry: Entry, given: Split | None = None) -> Split:
-        """The split of an entry. If its task has a `given` split already, a new conversation gets that one."""
-        key = entry.split_key
-        if key not in self._splits:
-            self._splits[key] = self._decide(key, entry, given)
-        elif self._shows_beginning(key, entry):
-            self._note_beginning(key, entry, given or self._splits[key])
-        return given or self._splits[key]
+    def of(self, turn: _Turn) -> Split:
+        """The split of a task."""
+        is_new = turn.key not in self._splits
+        if is_new:
+            self._splits[turn.key] = self._decide(turn)
+        split = turn.split if self._is_given else self._splits[turn.key]
+        same = self._beginning(turn)
+        if same is not None and same.split is not split:
+            self._repeated.add(turn.beginning)
+        if same is None:
+            is_noted = is_new or turn.question is not None
+        else:
+            is_noted = split is Split.TRAIN and same.split is Split.HELD_OUT
+        if is_noted and split is self._splits[turn.key]:
+            self._enter(_Conversation(turn.key, split, frozenset()), turn.beginning)
+        return split
 
     def store(self) -> None:
         """Write the decisions to the database.
@@ -112,48 +211,34 @@ class Splits:
         if self._repeated:
             _leave_gate(conn, self._repeated)
 
-    def _decide(self, key: str, entry: Entry, given: Split | None) -> Split:
-        same = self._by_beginning.get(entry.beginning)
-        if same is not None and given in (None, same.split):
-            self._new.append((key, same.split.value, same.key, b"", True))
+    def _decide(self, turn: _Turn) -> Split:
+        same = self._beginning(turn)
+        if same is not None and (not self._is_given or same.split is turn.split):
+            self._new.append((turn.key, same.split.value, same.key, b"", True))
             return same.split
-        words = frozenset(entry.words)
-        candidates = {each.key: each for band in entry.bands for each in self._by_band.get(band, ())}
+        signature = self._signatures.get(turn.key, PromptSignature())
+        words, split, follows = frozenset(signature.words), turn.split, turn.key
+        candidates = {each.key: each for band in signature.bands for each in self._found.get(band, ())}
         share, nearest = max(((jaccard(words, each.words), key) for key, each in candidates.items()), default=(0, ""))
         similar = candidates[nearest] if share >= NEAR else None
-        follows = key
-        if given is not None:
-            split = given
-        elif similar is not None and self._followers_of(similar.key) < TEMPLATE:
-            split, follows = similar.split, similar.key
+        if similar is not None and not self._is_given and self._followers_of(nearest) < TEMPLATE:
+            split, follows = similar.split, nearest
             self._followers[follows] += 1
-        else:
-            split = split_of(key, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
-        self._new.append((key, split.value, follows, array("I", entry.words).tobytes(), False))
-        self._splits[key] = split
-        self._note_beginning(key, entry, split, is_new=True)
+        self._new.append((turn.key, split.value, follows, array("I", signature.words).tobytes(), False))
         if similar is None:
             # Of near-duplicates only the first is looked up: the others are found through it.
-            conversation = _Conversation(key, split, words)
-            for band in dict.fromkeys(entry.bands):
-                self._by_band.setdefault(band, []).append(conversation)
-                self._new_bands.append((band, key))
+            self._enter(_Conversation(turn.key, split, words), *dict.fromkeys(signature.bands))
         return split
 
-    def _shows_beginning(self, key: str, entry: Entry) -> bool:
-        """Whether an entry shows how its conversation begins: a linked one does not show the turns before it."""
-        return bool(entry.beginning) and not (entry.linked and key in self._splits)
+    def _beginning(self, turn: _Turn) -> _Conversation | None:
+        """The conversation that begins exactly as that of a task does; of two, the one in training is followed."""
+        found = self._found.get(turn.beginning, ())
+        return min(found, key=lambda each: each.split is not Split.TRAIN, default=None)
 
-    def _note_beginning(self, key: str, entry: Entry, split: Split, *, is_new: bool = False) -> None:
-        """Remember the first conversation with this beginning in a split, and whether both splits have one."""
-        same = self._by_beginning.get(entry.beginning)
-        if same is not None and same.split is split:
-            return
-        if same is not None:
-            self._repeated.add(entry.beginning)
-        if split is self._splits[key] and (split is Split.TRAIN if same else is_new or entry.words):
-            self._by_beginning[entry.beginning] = _Conversation(key, split, frozenset())
-            self._new_bands.append((entry.beginning, key))
+    def _enter(self, conversation: _Conversation, *bands: int) -> None:
+        for band in bands:
+            self._found[band].append(conversation)
+            self._new_bands.append((band, conversation.key))
 
     def _followers_of(self, key: str) -> int:
         """How many conversations follow this one nearly, and itself."""

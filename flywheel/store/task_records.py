@@ -1,4 +1,4 @@
-"""Tasks of the ledger: each is stored with its line, in the split of its conversation."""
+"""Tasks of the ledger: each is stored with its line. `flywheel.store.splits` gives it its split."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from sqlalchemy import Connection, LargeBinary, Text, cast, delete, literal_colu
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.selection import TaskClass
-from flywheel.records.states import ABSENT, Split, TaskState
-from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes
-from flywheel.store import deduplication, deployments
+from flywheel.records.states import ABSENT, TaskState
+from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes, split_of
+from flywheel.store import deduplication, deployments, splits
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
 from flywheel.store.kernel.schema import labels, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
-from flywheel.store.splits import Splits
 
 TURNS: Final = 50
 """Earlier turns that a task shows, at most: the last ones."""
@@ -117,7 +116,7 @@ def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "target", "structure", "beginning", "payload", "created_at",
+    "target", "structure", "root", "payload", "created_at",
 )  # fmt: skip
 
 
@@ -126,7 +125,8 @@ class TaskRecords:
     """Stores the tasks of one batch; `new` counts those that were not known."""
 
     _conn: Connection
-    _splits: Splits
+    _train_ratio: float
+    _split_seed: int
     new: int = 0
 
     def store(self, entries: Sequence[Entry]) -> dict[str, int]:
@@ -152,9 +152,10 @@ class TaskRecords:
         for some in ([entry for entry in entries if not entry.linked], *([entry] for entry in linked)):
             rows: list[tuple[object, ...]] = []
             for entry in some:
-                split = self._splits.of(entry)
+                split = split_of(
+                    entry.split_key, entry.trace_id, train_ratio=self._train_ratio, seed=self._split_seed
+                )
                 turns = earlier_turns(self._conn, entry) if entry.linked else []
-                beginning = entry.beginning if split is Split.HELD_OUT and not turns else None
                 numbers[entry.key] = number
                 rows.append(
                     (
@@ -170,8 +171,8 @@ class TaskRecords:
                         entry.model,
                         entry.target,
                         _structure(entry, turns),
-                        beginning,
-                        _line(entry, split, turns),
+                        entry.root,
+                        _line(entry, turns),
                         now,
                     )
                 )
@@ -186,24 +187,17 @@ class TaskRecords:
 
         It is written anew if it is the reply's own `task`, or was withdrawn. Its split stays.
         """
-        found = self._conn.execute(
-            select(tasks.c.id, tasks.c.state, tasks.c.split, tasks.c.excluded).where(tasks.c.key == entry.key)
-        ).one_or_none()
+        found = self._conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == entry.key)).one_or_none()
         if found is None:
             return None
         if found.id == task or found.state == TaskState.WITHDRAWN:
-            split = Split(found.split)
             make_due(self._conn, found.id)
-            self._splits.of(entry, split)
             turns = earlier_turns(self._conn, entry) if entry.linked else []
-            # Whether a linked entry repeats another beginning was decided when it was first stored.
-            still = {Exclusion.REPEATED} & set(exclusion.parsed(found.excluded)) if entry.linked else ()
-            begins = split is Split.HELD_OUT and not entry.linked
             self._conn.execute(
                 update(tasks)
                 .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)
                 .values(
-                    payload=type_coerce(_line(entry, split, turns).decode(), Text),
+                    payload=type_coerce(_line(entry, turns).decode(), Text),
                     conversation_id=entry.conversation_id,
                     agent=entry.agent,
                     adapter=entry.adapter,
@@ -211,10 +205,11 @@ class TaskRecords:
                     model=entry.model,
                     target=entry.target,
                     structure=_structure(entry, turns),
-                    excluded=exclusion.column({*exclusion.parsed(entry.excluded), *still}),
-                    beginning=entry.beginning if begins else tasks.c.beginning,
+                    excluded=entry.excluded,
+                    root=entry.root,
                 )
             )
+            splits.assign(self._conn, kept=found.id)
         return int(found.id)
 
 
@@ -235,16 +230,14 @@ def _structure(entry: Entry, turns: Sequence[tuple[str, str]]) -> str:
     return TaskClass.SEVERAL_TURNS.value if turns else entry.structure
 
 
-def _line(entry: Entry, split: Split, turns: Sequence[tuple[str, str]]) -> bytes:
-    """The task line of an entry in a split, with the earlier turns (question, answer) before it."""
-    if not turns and split is Split.TRAIN:
+def _line(entry: Entry, turns: Sequence[tuple[str, str]]) -> bytes:
+    """The task line of an entry, with the earlier turns (question, answer) before it."""
+    if not turns:
         return entry.line
     # Unlike orjson, it keeps integers beyond 64 bits exact.
     task = msgspec.json.decode(entry.line)
-    task["metadata"]["split"] = split.value
-    if turns:
-        for query, answer in turns:
-            task["init_messages"] += ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
-        task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
-        task["metadata"]["turn"] = len(turns)
+    for query, answer in turns:
+        task["init_messages"] += ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
+    task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
+    task["metadata"]["turn"] = len(turns)
     return line_bytes(task)

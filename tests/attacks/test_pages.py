@@ -19,7 +19,7 @@ from flywheel.store.views.task_counts import FILTERS
 from flywheel.web import server
 from flywheel.web.guard import LONGEST_ADDRESS
 from flywheel.web.tasks import OTHERS
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 from tests.web.recorded_state import config_of, unpack
 
 NINES = "9" * 5000
@@ -151,7 +151,7 @@ async def test_a_task_whose_key_has_slashes_has_a_page(tmp_path: Path) -> None:
     store = await Store.open(config.state_dir)
     replies = batch(*(reply(at, span_id=key) for at, key in enumerate(keys)))
     await store.write(
-        lambda conn: ledger.record_batch(conn, ledger.source_id(conn, "/a"), replies, train_ratio=0.7, split_seed=42)
+        lambda conn: record(conn, ledger.source_id(conn, "/a"), replies, train_ratio=0.7, split_seed=42)
     )
     await store.close()
     transport = httpx2.ASGITransport(app=server.application(config))

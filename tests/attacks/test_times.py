@@ -24,7 +24,7 @@ from flywheel.store.kernel.schema import tasks
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import balance
 from flywheel.web.server import application
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 from tests.factories.verdict import accepted, settle
 from tests.sources.studio.writer import DATA
 
@@ -131,7 +131,7 @@ async def test_times_that_an_earlier_version_stored_break_no_page(tmp_path: Path
         told = [
             reply(n, started_at=at.replace(tzinfo=UTC), ended_at=at.replace(tzinfo=UTC)) for n, at in enumerate(ends)
         ]
-        ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*told), train_ratio=0.5, split_seed=1)
+        record(conn, ledger.source_id(conn, "/a"), batch(*told), train_ratio=0.5, split_seed=1)
 
     await store.write(fill)
     await pages_of(config, store)

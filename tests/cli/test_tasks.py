@@ -9,9 +9,8 @@ from sqlalchemy import Connection, select
 
 from flywheel.cli.app import this_person
 from flywheel.judge.filters.deduplication import fingerprint
-from flywheel.judge.filters.influence import weigh
 from flywheel.records.states import TaskState
-from flywheel.store import bursts, deduplication
+from flywheel.store import deduplication
 from flywheel.store.kernel import schema
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
@@ -28,8 +27,7 @@ def held(tmp_path: Path) -> list[str]:
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
         entries = [deduplication.ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         deduplication.enter(conn, entries, 0.8)
-        bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
-        assert bursts.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
+        assert deduplication.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
         return [row.key for row in rows[:3]]
 
     keys: list[str] = write_state(tmp_path / "home", fill)
@@ -80,7 +78,7 @@ def test_either_ids_or_all(flywheel: Run, held: list[str], arguments: list[str])
 
 def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_path: Path) -> None:
     flywheel("tasks", "release", "--all")
-    assert write_state(tmp_path / "home", lambda conn: bursts.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
+    assert write_state(tmp_path / "home", lambda conn: deduplication.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
     assert flywheel("tasks", "--state", TaskState.PENDING.value).out.endswith("4 pending\n")
 
 

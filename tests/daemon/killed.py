@@ -22,7 +22,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.otlp.inbox import Inbox
 from flywheel.sources.studio import database, reader
-from flywheel.store import task_file
+from flywheel.store import splits, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import append_lines
 
@@ -31,6 +31,7 @@ POINTS: Final = (
     "after read",
     "before commit",
     "after commit",
+    "before splits",
     "before append",
     "in append",
     "after append",
@@ -81,6 +82,8 @@ def set_up(trap: Trap) -> None:
             trap.pass_by("before commit")
             return result
 
+        if function is splits.assign:
+            trap.pass_by("before splits")
         result = await write(self, last_thing_before_commit, *args, **kwargs)
         trap.pass_by("after commit")
         return result

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
@@ -20,8 +20,8 @@ from flywheel.judge.grader import CallEstimate
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import Split, TaskState
-from flywheel.store import bursts
 from flywheel.store.kernel import schema
+from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
@@ -221,8 +221,10 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
         move(conn, 1, TaskState.ACCEPTED, TaskState.RESERVED)
 
     def unknown(conn: Connection) -> int:
-        weighed = select(func.count()).select_from(schema.influences)
-        return len(bursts.unknown(conn, None)) + 1000 * (conn.execute(weighed).scalar_one() == 0)
+        tasks, weighed = schema.tasks, schema.fingerprints
+        free = tasks.c.state.in_(["accepted", "reserved"]), tasks.c.split == Split.TRAIN.value
+        missing = count_rows(conn, tasks, *free, tasks.c.id.not_in(select(weighed.c.task_id)))
+        return missing + 1000 * (count_rows(conn, weighed) == 0)
 
     await store.write(reserve)
     assert await store.read(unknown) == 1010

@@ -22,6 +22,7 @@ from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.exclusion import Exclusion, Scope
 from flywheel.records.round import Comparison, Score
 from flywheel.records.states import RoundState, Split
+from flywheel.records.task import task_line
 from flywheel.store import deduplication, gate_tests, ledger, rounds, samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
@@ -31,7 +32,7 @@ from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import put_deployed
 from tests.factories.targets import TARGETS, both, put_of
-from tests.factories.trace import batch, put_replies, reply
+from tests.factories.trace import batch, put_replies, record, reply
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
@@ -270,7 +271,7 @@ async def test_each_target_is_judged_by_its_rubric(store: Store, tmp_path: Path)
         told = [reply(n, agent=("planner", "Doer", "other")[n % 3]) for n in range(7)]
         source = await store.write(ledger.source_id, "/a")
         # They were read before there were targets.
-        await store.write(ledger.record_batch, source, batch(*told), train_ratio=0.7, split_seed=42)
+        await store.write(record, source, batch(*told), train_ratio=0.7, split_seed=42)
         judging = TaskJudging(store, config)
         assert await judging.count() == 7
         assert (await judging.preview()).tasks == 7
@@ -286,7 +287,7 @@ async def test_each_target_is_judged_by_its_rubric(store: Store, tmp_path: Path)
 
 
 async def test_the_same_question_to_two_targets_is_no_repetition(store: Store, tmp_path: Path) -> None:
-    line = {"main_query": "What is 2 plus 2?", "init_messages": [], "metadata": {"split": "train"}}
+    line = task_line(reply(1, query="What is 2 plus 2?"), "/a")
     one, other = (fingerprint(line, 0.8, target) for target in ("planner", "worker"))
     assert one.scope != other.scope and one.text == other.text
     assert fingerprint(line, 0.8) == fingerprint(line, 0.8, "")

@@ -14,7 +14,7 @@ from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, ledger, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
-from tests.factories.trace import START, batch, reply
+from tests.factories.trace import START, batch, record, reply
 from tests.factories.verdict import settle, undecided
 
 OLD, NEW, OTHER = "rubric-1", "rubric-2/with ?&#+%", "another"
@@ -74,11 +74,9 @@ def put_misses(conn: Connection, count: int = 240) -> Sequence[int]:
     ]  # fmt: skip
     half = len(replies) // 2
     for path, some in zip(SOURCES, (replies[:half], replies[half:]), strict=True):
-        ledger.record_batch(conn, ledger.source_id(conn, path), batch(*some), train_ratio=0.7, split_seed=42)
+        record(conn, ledger.source_id(conn, path), batch(*some), train_ratio=0.7, split_seed=42)
     # One source shows the first replies of the other too.
-    ledger.record_batch(
-        conn, ledger.source_id(conn, SOURCES[1]), batch(*replies[:5], rowid=2), train_ratio=0.7, split_seed=42
-    )
+    record(conn, ledger.source_id(conn, SOURCES[1]), batch(*replies[:5], rowid=2), train_ratio=0.7, split_seed=42)
     for rubric, name in NAMES.items():
         verdicts.record_rubric(conn, rubric, name)
     verdicts.record_judge(conn, "a-judge", "the & judge", "http://192.0.2.1")

@@ -13,7 +13,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import Split
 from flywheel.records.task import Batch, entry_of, split_of
 from flywheel.records.trace import Cursor, Reply
-from flywheel.store import ledger
+from flywheel.store import ledger, splits
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -57,6 +57,15 @@ def batch(
     return Batch(cursor=Cursor(rowid=rowid, identity="1:2", fingerprint="f"), entries=entries, **values)
 
 
+def record(
+    conn: Connection, source: int, found: Batch, *, train_ratio: float = 0.7, split_seed: int = 42
+) -> ledger.Recorded:
+    """Store a batch, and give its tasks their splits."""
+    done = ledger.record_batch(conn, source, found, train_ratio=train_ratio, split_seed=split_seed)
+    splits.assign(conn)
+    return done
+
+
 def put_replies(
     conn: Connection,
     *replies: Reply,
@@ -67,7 +76,7 @@ def put_replies(
     **values: Any,
 ) -> ledger.Recorded:
     """Record a batch of these replies. `values` are those of `batch`."""
-    return ledger.record_batch(
+    return record(
         conn,
         ledger.source_id(conn, source, kind),
         batch(*replies, source=source, **values),

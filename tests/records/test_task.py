@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from flywheel.records import similarity
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Entry, class_of, entries_of, entry_of, exclusion_of_tools
+from flywheel.records.task import Entry, class_of, entry_of, exclusion_of_tools, task_line
 from flywheel.records.trace import Reply
 from tests.cases import for_each
 from tests.factories.trace import START, reply
@@ -181,7 +181,6 @@ def plain_beginning(told: Reply) -> int:
 
 def plain_entry(told: Reply, source: str) -> Entry:
     line = plain_line(told, source)
-    words, bands = plain_opening(told.query) if told.turn == 0 and told.skip is None else ((), ())
     skip = "None" if told.skip is None else told.skip.value
     return Entry(
         span_id=told.span_id,
@@ -193,9 +192,6 @@ def plain_entry(told: Reply, source: str) -> Entry:
         key="t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
         line=b"" if told.skip else line,
         content=xxhash.xxh3_64_intdigest(line.replace(b'"refusal":false,', b"") + skip.encode()) >> 1,
-        beginning=0 if told.skip else plain_beginning(told),
-        words=words,
-        bands=bands,
         linked=not told.history and not told.model,
         excluded=plain_excluded(told),
         model=("" if told.adapter else "@base") if told.adapter_source == "id" else plain_text(told.model),
@@ -258,12 +254,12 @@ REPLIES = {
 @for_each("one", REPLIES.values())
 def test_an_entry_is_what_the_plain_formula_says(one: Reply) -> None:
     assert entry_of(one, "/data/a.db") == plain_entry(one, "/data/a.db")
+    assert similarity.beginning_of(task_line(one, "/data/a.db")) == plain_beginning(one)
 
 
 def test_many_at_once_are_what_each_is_by_itself() -> None:
-    every = list(REPLIES.values())
-    assert entries_of(every, "/data/a.db") == [plain_entry(one, "/data/a.db") for one in every]
-    assert entries_of((), "/data/a.db") == []
+    assert similarity.prompt_signatures(TEXTS) == [plain_opening(text) for text in TEXTS]
+    assert similarity.prompt_signatures(()) == []
 
 
 def test_questions_of_any_length_share_their_work() -> None:
@@ -322,6 +318,7 @@ replies = st.builds(
 @given(replies)
 def test_any_reply_is_stored_as_the_plain_formula_says(told: Reply) -> None:
     assert entry_of(told, "/data/ä.db") == plain_entry(told, "/data/ä.db")
+    assert similarity.beginning_of(task_line(told, "/data/ä.db")) == plain_beginning(told)
 
 
 @given(marked_text | st.text(max_size=80) | st.text(st.characters(max_codepoint=127), max_size=80))

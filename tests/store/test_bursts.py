@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, select
 
 from flywheel.judge.filters.deduplication import fingerprint
-from flywheel.judge.filters.influence import weigh
 from flywheel.records.states import TaskState
-from flywheel.store import bursts, deduplication, ledger
+from flywheel.store import deduplication, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.factories.trace import START, batch, reply
+from tests.factories.trace import START, batch, record, reply
 
 SECONDS = 10.0
 QUERY = "one two three four five six seven eight nine ten"
@@ -37,12 +36,11 @@ def held_of(conn: Connection, pieces: Sequence[Sequence[tuple[int, float]]], cou
             for n, at in piece
         ]
         before = {row.id for row in conn.execute(select(schema.tasks.c.id))}
-        ledger.record_batch(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
+        record(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
         rows = [row for row in conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)) if row.id not in before]
         entries = [deduplication.ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         near = deduplication.enter(conn, entries, 0.8)
-        bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
-        bursts.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)
+        deduplication.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)
     query = select(schema.tasks.c.payload).where(schema.tasks.c.state == TaskState.HELD.value)
     return {int(line["metadata"]["span_id"].removeprefix("span")) for line in conn.execute(query).scalars()}
 

@@ -14,7 +14,7 @@ from flywheel.store.deduplication import ComparedTask, Repeats
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 
 LONG = "one two three four five six seven eight nine ten"
 
@@ -23,7 +23,7 @@ def tell(conn: Connection, *queries: str) -> list[ComparedTask]:
     """Tasks 1, 2, … with these questions, all on the training side."""
     source = ledger.source_id(conn, "/a")
     told = [reply(n, query=query) for n, query in enumerate(queries)]
-    ledger.record_batch(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
+    record(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
     rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
     return [ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
 

@@ -16,14 +16,14 @@ from flywheel.store import deployments, ledger
 from flywheel.store.kernel import schema, transitions
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import acceptance, task_list
-from tests.factories.trace import START, batch, reply
+from tests.factories.trace import START, batch, record, reply
 
 ALIAS = TrainedModels("my-agent", "/models/base")
 
 
 def put(conn: Connection, *replies: Reply) -> None:
     told = batch(*replies, models=ALIAS)
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
+    record(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
 
 
 def at(seconds: float) -> str:

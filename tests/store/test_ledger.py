@@ -20,12 +20,12 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.views import balance, left_out
-from tests.factories.trace import batch, replies_on, reply
+from tests.factories.trace import batch, record, replies_on, reply
 from tests.factories.verdict import accepted, rejected, settle, undecided
 
 
 def put(conn: Connection, path: str, what: Batch) -> Recorded:
-    return ledger.record_batch(conn, ledger.source_id(conn, path), what, train_ratio=0.7, split_seed=42)
+    return record(conn, ledger.source_id(conn, path), what, train_ratio=0.7, split_seed=42)
 
 
 async def test_a_batch_that_comes_again_changes_nothing(store: Store) -> None:

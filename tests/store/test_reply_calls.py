@@ -14,7 +14,7 @@ from flywheel.store import claims, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks, traces
 from flywheel.store.views.balance import balance
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 from tests.factories.verdict import accepted, settle
 
 TRACE, CALLS = "/traces", "/calls"
@@ -25,7 +25,7 @@ EARLY = datetime(2020, 1, 1, tzinfo=UTC)
 def put(conn: Connection, source: str, *told: Reply, checkpoints: tuple[Checkpoint, ...] = ()) -> ledger.Recorded:
     found = batch(*told, source=source, checkpoints=checkpoints)
     number = ledger.source_id(conn, source, KINDS[source])
-    return ledger.record_batch(conn, number, found, train_ratio=0.5, split_seed=1)
+    return record(conn, number, found, train_ratio=0.5, split_seed=1)
 
 
 def outcomes(conn: Connection) -> list[tuple[str, str | None]]:

@@ -31,7 +31,7 @@ from flywheel.store.kernel.transitions import move
 from flywheel.store.verdicts import point
 from tests.factories.state import in_thread, open_state, write_state
 from tests.factories.task import task_keys
-from tests.factories.trace import batch, put_replies, replies_on, reply
+from tests.factories.trace import batch, put_replies, record, replies_on, reply
 from tests.factories.verdict import settle, undecided
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ def put_what_lacks(conn: Connection) -> None:
         *(reply(9100 + number, query=f"Injection {number}", answer=text) for number, text in enumerate(injections())),
     ]
     hostile = [replace(each, started_at=ASKED_AT, ended_at=ASKED_AT) for each in hostile]
-    ledger.record_batch(conn, source, batch(*hostile), train_ratio=0.7, split_seed=42)
+    record(conn, source, batch(*hostile), train_ratio=0.7, split_seed=42)
     numbers = list(
         conn.execute(
             select(schema.tasks.c.id)

@@ -20,7 +20,7 @@ from flywheel.store.kernel.schema import tasks
 from flywheel.web.server import application
 from tests.factories.misses import NAMES, NEW, OLD, OTHER, TRUE_MISS, judge, put_misses, verdict
 from tests.factories.state import write_state
-from tests.factories.trace import START, batch, reply
+from tests.factories.trace import START, batch, record, reply
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import config_of
 
@@ -108,7 +108,7 @@ def put_many(conn: Connection) -> None:
         reply(number, agent=f"agent {number % 15:02d}", started_at=START + timedelta(days=7 * number))
         for number in range(40)
     ]
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=1)
+    record(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=1)
     for task in conn.execute(tasks.select()).scalars().all():
         judge(conn, task, verdict(task % 2 == 0, True, True), OLD)
     verdicts.record_rubric(conn, OLD, "support")

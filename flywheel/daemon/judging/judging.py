@@ -321,7 +321,7 @@ class TaskJudging:
         first = 1 if self._failed or self.grader.unusable else None
         try:
             if self._pre_filter is not None:
-                self._pre_filter.weigh_earlier()
+                self._pre_filter.take_in_earlier()
             # A calibration that runs beside the daemon uses the same daily budget.
             self.budget.refresh()
             batches = grade_batches(

@@ -16,10 +16,9 @@ from sqlalchemy import Connection
 from flywheel.errors import FilterError
 from flywheel.judge.filters.chain import Chain, LineFilter, Step
 from flywheel.judge.filters.deduplication import Deduplication, fingerprint
-from flywheel.judge.filters.influence import weigh
 from flywheel.records.similarity import NEAR
 from flywheel.records.states import TaskState
-from flywheel.store import bursts, deduplication, ledger
+from flywheel.store import deduplication, ledger
 from flywheel.store.claims import Claimed
 from flywheel.store.deduplication import ComparedTask, Near, Repeats
 
@@ -64,14 +63,18 @@ class PreFilter:
         self._deduplication = chain.deduplication
         self._threshold = self._deduplication.similarity_threshold if self._deduplication else NEAR
         self._is_backfilled = False
-        self._is_weighed = chain.influence is None
+        self._has_taken_in = self._deduplication is None and chain.influence is None
 
-    def weigh_earlier(self) -> None:
-        """Record the weights of samples from before the chain had `influence`."""
-        if not self._is_weighed:
-            while rows := self._ask(bursts.unknown, BACKFILL_BATCH):
-                self._ask(bursts.enter, {row.id: weigh(row.payload) for row in rows})
-            self._is_weighed = True
+    def take_in_earlier(self) -> None:
+        """Store fingerprints of tasks that were accepted before the chain had `deduplication` or `influence`."""
+        if not self._has_taken_in:
+            while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
+                entries = [
+                    ComparedTask(row.id, row.key, fingerprint(row.payload, self._threshold, row.target))
+                    for row in rows
+                ]
+                self._ask(deduplication.take_in, entries, self._threshold)
+            self._has_taken_in = True
 
     def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
         """Run the filters before the judge. Tasks that passed them earlier are only redacted."""
@@ -89,7 +92,7 @@ class PreFilter:
         redacted = {each.task.id: each for each in self.redact(tasks)}
         sound = [each.task for each in redacted.values() if each.passed]
         entries = self._entries(sound)
-        near, held = self._enter(sound, entries)
+        near, held = self._enter(entries)
         # A burst can include tasks that were judged earlier: they are not among these.
         here = held & redacted.keys()
         results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
@@ -137,24 +140,19 @@ class PreFilter:
             for task in tasks
         }
 
-    def _enter(
-        self, tasks: Sequence[Claimed], entries: dict[int, ComparedTask]
-    ) -> tuple[dict[int, list[Near]], set[int]]:
+    def _enter(self, entries: dict[int, ComparedTask]) -> tuple[dict[int, list[Near]], set[int]]:
         """Store the fingerprints. Returns the questions near each task, and the tasks of a burst."""
         if not entries:
             return {}, set()
         settings = self._chain.influence
-        weights = {task.id: weigh(task.line) for task in tasks} if settings else {}
         burst = settings.burst if settings else None
 
         def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
             near = deduplication.enter(conn, list(entries.values()), self._threshold)
-            if weights:
-                bursts.enter(conn, weights)
             if burst is None:
                 return near, []
             alike = [task for task, others in near.items() if others]
-            return near, bursts.hold_bursts(conn, alike, burst.count, burst.seconds)
+            return near, deduplication.hold_bursts(conn, alike, burst.count, burst.seconds)
 
         near, held = self._ask(enter)
         if held:
@@ -273,15 +271,10 @@ class PreFilter:
         return 0
 
     def _backfill(self) -> None:
-        """Store fingerprints and embeddings of tasks from before the chain had `deduplication` or its model."""
-        if (step := self._deduplication) is None:
-            return
-        while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
-            entries = [
-                ComparedTask(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows
-            ]
-            self._ask(deduplication.take_in, entries, self._threshold)
-        while step.model is not None and (rows := self._ask(deduplication.lacking, step.model, BACKFILL_BATCH)):
+        """Store fingerprints of tasks from before the chain compared any, and their embeddings by its model."""
+        self.take_in_earlier()
+        step = self._deduplication
+        while step and step.model and (rows := self._ask(deduplication.lacking, step.model, BACKFILL_BATCH)):
             self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
 
 

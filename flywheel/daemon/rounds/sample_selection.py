@@ -24,6 +24,7 @@ from flywheel.records.selection import (
     largest,
     select,
 )
+from flywheel.records.similarity import NEAR
 from flywheel.store import rounds, samples
 from flywheel.system.terminal import quantity
 
@@ -211,10 +212,10 @@ def _weighed(conn: Connection, rows: Sequence[Row[object]], rules: SelectionRule
     if not rules.shares:
         return [Candidate(row.id, structure=row.structure, uses=row.uses) for row in rows]
     # Imported here: without a chain, nobody pays for the filters.
-    from flywheel.judge.filters.influence import weigh
+    from flywheel.judge.filters.deduplication import fingerprint
 
     unknown = [row.id for row in rows if row.origin is None]
-    found = {number: weigh(line) for number, line in samples.lines(conn, unknown)}
+    found = {number: fingerprint(line, NEAR) for number, line in samples.lines(conn, unknown)}
     return [
         Candidate(row.id, of.conversation, of.user, of.template, row.structure, row.uses)
         for row in rows

@@ -16,6 +16,7 @@ import re
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from flywheel.errors import FilterError
 from flywheel.judge.limits import Key, KeyPool
 from flywheel.records import similarity
 from flywheel.records.similarity import Fingerprint
+from flywheel.records.task import conversation_key
 from flywheel.secrets import keys_in
 from flywheel.system.http_client import (
     NEVER,
@@ -118,7 +120,9 @@ def fingerprint(line: Mapping[str, Any], threshold: float, target: str = "") -> 
         for message in line["init_messages"]
         if message.get("role") not in ("system", "developer")
     )
-    within = f"{line['metadata']['split']}\0{before}\0" + "\0".join(similarity.numbers(query))
+    metadata = line["metadata"]
+    user = str(metadata.get("user_id") or "")
+    within = f"{metadata['split']}\0{before}\0" + "\0".join(similarity.numbers(query))
     scope = _hash(f"{within}\0\0{target}" if target else within)
     return Fingerprint(
         scope=scope,
@@ -128,6 +132,11 @@ def fingerprint(line: Mapping[str, Any], threshold: float, target: str = "") -> 
         bands=tuple(band ^ scope for band in similarity.bands(words, threshold=threshold)),
         query=query,
         text=xxhash.xxh3_128_hexdigest(query.encode("utf-8", "replace")),
+        conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
+        user=user,
+        template=_hash(template(query)),
+        origin=f"user {user}" if user else f"source {metadata['source']}",
+        at=datetime.fromisoformat(metadata["started_at"]).timestamp(),
     )
 
 

@@ -7,17 +7,9 @@ chain forbids it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
-
-import xxhash
 from pydantic import Field
 
 from flywheel.config.section import Section
-from flywheel.judge.filters.deduplication import template
-from flywheel.records.task import conversation_key
 
 
 class Burst(Section):
@@ -43,30 +35,3 @@ class Influence(Section):
     widen: bool = True
     """Widen limits as far as needed if there are too few conversations, users or templates for a round. If false, the
     round waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """What a task counts towards."""
-
-    conversation: str
-    user: str
-    template: int
-    """Hash of the query template."""
-    origin: str
-    """The user or, if unknown, the source."""
-    at: float
-    """When it was asked: seconds since 1970."""
-
-
-def weigh(line: Mapping[str, Any]) -> Weight:
-    """What a task line counts towards."""
-    metadata = line["metadata"]
-    user = str(metadata.get("user_id") or "")
-    return Weight(
-        conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
-        user=user,
-        template=xxhash.xxh3_64_intdigest(template(line["main_query"]).encode("utf-8", "replace")) >> 1,
-        origin=f"user {user}" if user else f"source {metadata['source']}",
-        at=datetime.fromisoformat(metadata["started_at"]).timestamp(),
-    )

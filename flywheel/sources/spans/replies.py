@@ -27,7 +27,7 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.repeated_ids import runs_of
 from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import SkipReason
-from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
+from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entry_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import (
     ChatMessage,
@@ -98,16 +98,15 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
 
 def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
     """The entries of replies. A reply that cannot be written becomes a dead row."""
-    try:
-        return entries_of(replies, source, models)
-    except _BAD_CONTENT as error:
-        if len(replies) > 1:
-            return [entry for reply in replies for entry in _entries([reply], source, models, dead)]
-        (reply,) = replies
-        why = storable(f"it cannot be written as JSON: {error}")[:2000]
-        whose = reply.conversation_id, reply.user
-        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500], *whose))
-        return []
+    entries: list[Entry] = []
+    for reply in replies:
+        try:
+            entries.append(entry_of(reply, source, models))
+        except _BAD_CONTENT as error:
+            why = storable(f"it cannot be written as JSON: {error}")[:2000]
+            whose = reply.conversation_id, reply.user
+            dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500], *whose))
+    return entries
 
 
 def replies_of(

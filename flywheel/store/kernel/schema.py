@@ -31,7 +31,8 @@ SCHEMA_VERSION: Final = 1
 metadata = MetaData()
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
-"""What there is once: the schema, the number of the last task in the task file, notes for `status`."""
+"""What there is once: the schema, the numbers of the last task in the task file and of the last one with a split, and
+notes for `status`."""
 
 sources = Table(
     "sources",
@@ -168,9 +169,11 @@ tasks = Table(
     Column("beginning", BigInteger),
     # Before the payload: SQLite reads a long one whole to reach what is behind it.
     Column("verdict_id", Integer),
+    Column("root", Text, nullable=False, server_default=text("''")),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
+    Column("released", Boolean, nullable=False, server_default=text("0")),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_beginning", "beginning", sqlite_where=text("beginning IS NOT NULL")),
     Index("tasks_by_state", "state", "split"),
@@ -184,8 +187,10 @@ requested model, empty if it is unknown; if the response's id names the version,
 `flywheel.records.request_id.BASE_BY_ID` for the base model. `target` is the target whose samples it can be
 (`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`). `beginning` is a
 hash of the beginning of its conversation, for held-out tasks only. `verdict_id` is the current verdict, see
-`flywheel.store.verdicts.point`. `crashes` is how often in a row a process ended
-while the task was in work."""
+`flywheel.store.verdicts.point`. `root` is the conversation whose split it takes, empty for its own. A task that is
+newer than the note `split_to` has no split yet: `split` is that of the hash, see `flywheel.store.splits`. `crashes`
+is how often in a row a process ended while the task was in work; `released` whether a person has released it after it
+was held."""
 
 reply_calls = Table(
     "reply_calls",
@@ -362,13 +367,19 @@ fingerprints = Table(
     Column("text", Text, nullable=False),
     Column("threshold", Float, nullable=False),
     Column("kept", Boolean, nullable=False),
+    Column("conversation", Text, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("template", BigInteger, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("at", Float, nullable=False),
     Index("fingerprints_by_exact", "exact"),
     Index("fingerprints_by_scope", "scope", "kept"),
-    Index("fingerprints_by_like", "like"),
+    Index("fingerprints_by_like", "like", "origin", "at"),
 )
 """The fingerprints of questions. Only questions of one `scope` are compared: the same split, the same conversation
 before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it went on to
-the judge; `text` is the key of its embedding."""
+the judge; `text` is the key of its embedding. `conversation`, `user` and `template` have shares in a round; `origin`
+is the user, else the source, `at` when it was asked, in seconds since 1970."""
 
 fingerprint_bands = Table(
     "fingerprint_bands",
@@ -399,21 +410,6 @@ duplicates = Table(
     Column("created_at", Text, nullable=False),
 )
 """Which task each rejected duplicate repeats."""
-
-influences = Table(
-    "influences",
-    metadata,
-    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
-    Column("conversation", Text, nullable=False),
-    Column("user", Text, nullable=False),
-    Column("template", BigInteger, nullable=False),
-    Column("origin", Text, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("released", Boolean, nullable=False, default=False),
-    Index("influences_by_origin", "origin", "at"),
-)
-"""The weights of tasks in the shares of a round. `origin` is the user, else the source; `at` when it was asked, in
-seconds since 1970; `released` whether a person has released it."""
 
 calibrations = Table(
     "calibrations",

@@ -11,7 +11,6 @@ from sqlalchemy import ColumnElement, Connection, Row, RowMapping, Select, and_,
 from flywheel.records.exclusion import NONE_SELECTED, WORDS, Exclusion, TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store import watches
-from flywheel.store.gate_tests import conversation
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import (
     adapters,
@@ -26,6 +25,7 @@ from flywheel.store.kernel.schema import (
     verdicts,
 )
 from flywheel.store.reply_names import is_of_span
+from flywheel.store.splits import conversation
 
 DEEPEST: Final = 1_000
 """Generations of adapters that are followed; a state can hold no cycle, but a damaged one might."""

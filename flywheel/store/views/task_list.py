@@ -23,7 +23,6 @@ from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import (
     adapters,
     fingerprints,
-    influences,
     judge_models,
     labels,
     replies,
@@ -33,6 +32,7 @@ from flywheel.store.kernel.schema import (
 )
 from flywheel.store.labels import majority
 from flywheel.store.reply_names import is_of_span
+from flywheel.store.splits import has_split
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
 from flywheel.store.views.acceptance import JUDGED
 
@@ -161,13 +161,12 @@ def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Se
     query = (
         select(
             tasks,
-            func.coalesce(influences.c.origin, "").label("origin"),
+            func.coalesce(fingerprints.c.origin, "").label("origin"),
             _leader.c.key.label("like"),
             *(verdicts.c[name] for name in ("outcome", "score", "results", "reason", "error")),
             verdicts.c.created_at.label("judged_at"),
         )
         .select_from(tasks)
-        .outerjoin(influences, influences.c.task_id == tasks.c.id)
         .outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id)
         .outerjoin(_leader, _leader.c.id == fingerprints.c.like)
     )
@@ -251,7 +250,7 @@ def count(conn: Connection, wanted: Conditions) -> int:
 
 
 def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
-    return query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id).where(*wanted)
+    return query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id).where(has_split(), *wanted)
 
 
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
@@ -352,7 +351,8 @@ class ExportedTask:
 
 def count_by_state(conn: Connection) -> dict[tuple[TaskState, Split], int]:
     """How many tasks there are by state and split."""
-    rows = conn.execute(select(tasks.c.state, tasks.c.split, func.count()).group_by(tasks.c.state, tasks.c.split))
+    kinds = tasks.c.state, tasks.c.split
+    rows = conn.execute(select(*kinds, func.count()).where(has_split()).group_by(*kinds))
     return {(TaskState(state), Split(split)): number for state, split, number in rows}
 
 
@@ -376,6 +376,7 @@ def next_ids(
             and_(tasks.c.state.in_([state.value for state in if_labelled]), labelled),
         ),
         tasks.c.split.in_([split.value for split in splits]),
+        has_split(),
     ]
     if target is not None:
         where.append(tasks.c.target == target)

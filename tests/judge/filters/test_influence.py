@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flywheel.judge.filters.deduplication import particulars, template
-from flywheel.judge.filters.influence import weigh
+from flywheel.judge.filters.deduplication import fingerprint, particulars, template
 from flywheel.records.task import task_line
 from tests.factories.trace import START, reply
 
@@ -58,10 +57,10 @@ def test_without_letter_case_there_are_no_names() -> None:
 
 def test_a_task_is_weighed_by_its_user_or_else_its_source() -> None:
     line = task_line(reply(3, conversation_id="c"), "/studio.db", "t")
-    weight = weigh(line)
+    weight = fingerprint(line, 0.8)
     assert (weight.conversation, weight.user, weight.origin) == ("c", "", "source /studio.db")
     assert weight.at == START.timestamp() + 3
     line["metadata"]["user_id"] = "u"
-    assert (weigh(line).user, weigh(line).origin) == ("u", "user u")
+    assert (fingerprint(line, 0.8).user, fingerprint(line, 0.8).origin) == ("u", "user u")
     line["metadata"]["conversation_id"] = "unknown"
-    assert weigh(line).conversation == line["metadata"]["trace_id"]
+    assert fingerprint(line, 0.8).conversation == line["metadata"]["trace_id"]

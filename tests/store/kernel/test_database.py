@@ -20,7 +20,7 @@ from flywheel.store import claims, ledger
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store, read_once
 from flywheel.store.kernel.schema import tasks
-from tests.factories.trace import batch, reply
+from tests.factories.trace import put_replies, reply
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -28,8 +28,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def record(conn: Connection, number: int) -> int:
-    source = ledger.source_id(conn, "/x.sqlite")
-    return ledger.record_batch(conn, source, batch(reply(number)), train_ratio=0.7, split_seed=42).new_tasks
+    return put_replies(conn, reply(number), source="/x.sqlite").new_tasks
 
 
 def count(conn: Connection) -> int:

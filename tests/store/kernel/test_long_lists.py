@@ -14,7 +14,7 @@ from flywheel.store.kernel.bulk import CHUNK
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import task_list
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 
 COUNT = 2 * CHUNK + 100
 OLD_LIMIT = 999
@@ -22,7 +22,7 @@ OLD_LIMIT = 999
 
 def put(conn: Connection) -> None:
     told = batch(*(reply(number) for number in range(COUNT)))
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
+    record(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
     for number in range(COUNT):
         dead_letters.dead_letter(conn, "row", f"s{number}", "broken")
 

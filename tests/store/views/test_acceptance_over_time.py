@@ -18,7 +18,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import acceptance
-from tests.factories.trace import START, batch, reply
+from tests.factories.trace import START, batch, record, reply
 from tests.factories.verdict import accepted, rejected, settle
 
 
@@ -45,7 +45,7 @@ async def test_each_judged_reply_of_the_alias_is_in_one_period(tmp_path: Path) -
         other = reply(100, started_at=START, model="other")
         pending = reply(101, started_at=START + timedelta(days=90))
         source = ledger.source_id(conn, "/a")
-        ledger.record_batch(conn, source, batch(*replies, other, pending), train_ratio=0.5, split_seed=1)
+        record(conn, source, batch(*replies, other, pending), train_ratio=0.5, split_seed=1)
         numbers = conn.execute(select(tasks.c.id).order_by(tasks.c.id)).scalars().all()
         for place, number in enumerate(numbers[:-1]):
             move(conn, number, TaskState.PENDING, TaskState.JUDGING)

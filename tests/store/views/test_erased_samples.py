@@ -16,7 +16,7 @@ from flywheel.store.rounds import store_result
 from flywheel.store.views import erased_samples
 from flywheel.store.views.erased_samples import AffectedAdapter, CleanVersion, HeldOutUse
 from tests.factories.round import comparison, put_deployment, put_tested_round
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 
 PROMOTED, PASSED = RoundState.PROMOTED, RoundState.PASSED
 TRAIN, HELD_OUT = Split.TRAIN.value, Split.HELD_OUT.value
@@ -30,7 +30,7 @@ nothing to do with them, and the fifth begins anew."""
 
 def put(conn: Connection, directory: Path) -> None:
     found = [reply(number, conversation_id=str(number)) for number in range(1, 12)]
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=0.7, split_seed=42)
+    record(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=0.7, split_seed=42)
     for number, parent, state in (
         (1, None, PROMOTED), (2, "r0001", PROMOTED), (3, "r0002", PROMOTED), (4, None, PASSED),
         (5, None, RoundState.REJECTED),

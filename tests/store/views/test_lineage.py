@@ -13,7 +13,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
 from flywheel.store.views import lineage
 from tests.factories.round import comparison, put_tested_round
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 
 PROMOTED = RoundState.PROMOTED
 
@@ -28,7 +28,7 @@ def put(conn: Connection, directory: Path) -> list[str]:
         reply(5, conversation_id="b", trace_id="trace of two"),
         reply(6, conversation_id="c", trace_id="trace of two"),
     ]
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=0.7, split_seed=42)
+    record(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=0.7, split_seed=42)
     put_tested_round(conn, 1, PROMOTED, directory, comparison())
     put_tested_round(conn, 2, PROMOTED, directory, comparison(), parent="r0001")
     put_tested_round(conn, 3, RoundState.REJECTED, directory, comparison(0.0), parent="r0001")

@@ -20,7 +20,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import task_list
 from flywheel.store.views.task_list import Order, Position
-from tests.factories.trace import batch, reply
+from tests.factories.trace import batch, record, reply
 from tests.factories.verdict import settle, undecided
 
 SCORES = st.sampled_from([None, 0.0, 0.1, 0.1 + 0.2, 0.5, 2 / 3, 1.0]) | st.floats(0, 1)
@@ -29,7 +29,7 @@ SCORES = st.sampled_from([None, 0.0, 0.1, 0.1 + 0.2, 0.5, 2 / 3, 1.0]) | st.floa
 def put(conn: Connection, scores: list[float | None], earlier: list[float]) -> None:
     """A task for each score; None is undecided, or not judged. Some have an earlier verdict with another score."""
     replies = [reply(number) for number in range(len(scores))]
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.5, split_seed=1)
+    record(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.5, split_seed=1)
     ids = conn.execute(select(schema.tasks.c.id).order_by(schema.tasks.c.id)).scalars().all()
     for place, (task, score) in enumerate(zip(ids, scores, strict=True)):
         result = (CriterionResult("correct", "yes", 1.0, place % 2 == 0),)
