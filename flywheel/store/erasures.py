@@ -39,7 +39,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.erasure import ERASED
 from flywheel.records.privacy import named_in
-from flywheel.records.repeated_ids import runs_of
+from flywheel.records.repeated_ids import RUN_ENDS_NS
 from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
@@ -408,11 +408,8 @@ def others_in_traces(conn: Connection, found: Touched) -> list[dict[str, str]]:
         if row.conversation_id not in NO_CONVERSATION:
             return True
         same = {run_of(each.span_id, each.trace_id).span_id for each in own[row.trace_id]}
-        times = [_ns(each.started_at) for each in own[row.trace_id] if each.started_at]
-        near = [run for run in runs_of([*times, _ns(row.started_at)]) if run[0] <= _ns(row.started_at) <= run[1]]
-        return run_of(row.span_id, row.trace_id).span_id in same or not any(
-            first <= time <= last for first, last in near for time in times
-        )
+        apart = [abs(_ns(each.started_at) - _ns(row.started_at)) for each in own[row.trace_id] if each.started_at]
+        return run_of(row.span_id, row.trace_id).span_id in same or not any(time < RUN_ENDS_NS for time in apart)
 
     return [
         {
@@ -435,19 +432,22 @@ def begin(conn: Connection, kind: Kind, subject: str, wanted: Collection[str], *
 
     From now on nothing of them is stored, judged or trained on.
     """
-    pseudonyms = Pseudonyms(conn)
-    values = {"subject": subject, "state": ErasureState.OPEN.value, "finished_at": None, "report": None}
-    added = insert_or_ignore(erasures).values(
-        kind=kind.value, pseudonym=pseudonyms.of(kind, subject), blocks=blocks, created_at=utcnow(), **values
-    )
-    again = {**values, "blocks": erasures.c.blocks | literal(blocks)}
-    query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again).returning(erasures.c.id)
-    number = int(conn.execute(query).scalar_one())
+    pseudonym = Pseudonyms(conn).of(kind, subject)
+    number = _open(conn, kind, pseudonym, blocks=blocks, subject=subject, finished_at=None, report=None)
     block(conn, number, wanted)
     if kind is Kind.SERVICE:
-        row = {"pseudonym": pseudonyms.of(kind, subject), "erasure_id": number}
-        conn.execute(insert_or_ignore(erased_conversations).values(**row).on_conflict_do_nothing())
+        _block(conn, number, [pseudonym])
     return number
+
+
+def _open(conn: Connection, kind: str, pseudonym: str, *, blocks: bool, **values: Any) -> int:
+    """Store an erasure, or open the one of this pseudonym again; its number. A user who has been blocked stays it."""
+    values |= {"state": ErasureState.OPEN.value}
+    row = {"subject": "", **values, "kind": str(kind), "pseudonym": pseudonym, "blocks": blocks}
+    again = {**values, "blocks": erasures.c.blocks | literal(blocks)}
+    added = insert_or_ignore(erasures).values(**row, created_at=utcnow())
+    query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again)
+    return int(conn.execute(query.returning(erasures.c.id)).scalar_one())
 
 
 def has_begun(conn: Connection, kind: Kind, subject: str) -> bool:
@@ -459,9 +459,13 @@ def has_begun(conn: Connection, kind: Kind, subject: str) -> bool:
 def block(conn: Connection, erasure: int, wanted: Collection[str]) -> None:
     """Store nothing of these conversations any more."""
     pseudonyms = Pseudonyms(conn)
-    rows = [{"pseudonym": pseudonyms.of(Kind.CONVERSATION, key), "erasure_id": erasure} for key in sorted(wanted)]
-    if rows:
-        conn.execute(insert_or_ignore(erased_conversations).on_conflict_do_nothing(), rows)
+    _block(conn, erasure, [pseudonyms.of(Kind.CONVERSATION, key) for key in sorted(wanted)])
+
+
+def _block(conn: Connection, erasure: int, pseudonyms: Collection[str]) -> None:
+    added, own = insert_or_ignore(erased_conversations), {"erasure_id": erasure}
+    if rows := [{"pseudonym": each, **own} for each in pseudonyms]:
+        conn.execute(added.on_conflict_do_update(index_elements=["pseudonym"], set_=own), rows)
 
 
 def take_out(conn: Connection, numbers: Collection[int]) -> None:
@@ -504,22 +508,9 @@ def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
     """Take over erasures that were made since a backup, as open ones. The conversations of erased users are among
     those given."""
     for each in given:
-        added = insert_or_ignore(erasures).values(
-            kind=each["kind"],
-            pseudonym=each["pseudonym"],
-            subject="",
-            blocks=bool(each["blocks"]),
-            state=ErasureState.OPEN.value,
-            created_at=utcnow(),
-        )
-        # A user who has been blocked stays it.
-        said = {"blocks": erasures.c.blocks | literal(bool(each["blocks"])), "state": ErasureState.OPEN.value}
-        query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=said).returning(erasures.c.id)
-        number = int(conn.execute(query).scalar_one())
+        number = _open(conn, each["kind"], each["pseudonym"], blocks=bool(each["blocks"]))
         if each["kind"] in (Kind.CONVERSATION, Kind.SERVICE):
-            row = {"pseudonym": each["pseudonym"], "erasure_id": number}
-            of_one = insert_or_ignore(erased_conversations).values(**row)
-            conn.execute(of_one.on_conflict_do_update(index_elements=["pseudonym"], set_={"erasure_id": number}))
+            _block(conn, number, [each["pseudonym"]])
 
 
 def scrub(conn: Connection, found: Touched) -> None:
@@ -533,10 +524,7 @@ def scrub(conn: Connection, found: Touched) -> None:
     _rename_conversations(conn, found, pseudonyms)
     _empty_replies(conn, found, pseudonyms)
     names = {key: pseudonyms.of(Kind.TASK, key) for key in found.keys}
-    names |= {key: pseudonyms.of(Kind.CONVERSATION, key) for key in found.conversations}
-    names |= {span: pseudonyms.of(Kind.SPAN, span) for span in found.spans}
-    names |= {trace: pseudonyms.of(Kind.TRACE, trace) for trace in found.traces}
-    _rename(conn, names)
+    _rename(conn, names | {span: pseudonyms.of(Kind.SPAN, span) for span in found.spans})
 
 
 def _erase_errors(conn: Connection) -> None:
