@@ -301,6 +301,31 @@ async def test_in_any_order_each_reply_is_counted_once_and_what_is_erased_stays_
         await store.close()
 
 
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), st.just("erase"))))
+async def test_in_any_order_each_reply_with_ids_that_repeat_is_counted_once(steps: list[list[int] | str]) -> None:
+    """Runs of a client that gives each the ids of two spans, an hour apart. An erasure takes all runs of a trace."""
+    store = await Store.empty()
+    seen: set[int] = set()
+    is_erased = False
+    try:
+        for step in steps:
+            if isinstance(step, str):
+                await store.write(erase, Kind.CONVERSATION, "a")
+                is_erased = True
+            else:
+                seen |= {*step}
+                ids = {"trace_id": "t", "conversation_id": "a"}
+                runs = (reply(n, span_id=f"s{n % 2}", started_at=START + timedelta(hours=n), **ids) for n in step)
+                await store.write(put_replies, *runs)
+            books = await store.read(balance.balance)
+            assert books.balanced and books.replies == len(seen)
+            assert books.ends["erased"] == (len(seen) if is_erased else 0)
+    finally:
+        await store.close()
+
+
 def shown(conn: Connection, query: str) -> list[str]:
     return list(conn.execute(text(query)).scalars())
 
