@@ -16,7 +16,7 @@ import logging
 import shutil
 import sqlite3
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,11 +106,10 @@ def report_of(found: Touched, **done: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Erasing:
-    """An erasure that is carried out: its number, what it found, and the `qa_hash` of the lines of the tasks."""
+    """An erasure that is carried out: its number, and what it found."""
 
     number: int
     found: Touched
-    hashes: Set[str]
     done: dict[str, Any] = field(default_factory=dict)
     """Parts of the report."""
 
@@ -179,9 +178,8 @@ class Eraser:
         found = await self.find(Kind(erasure.kind), erasure.subject, erasure.id)
         await self._store.write(_begin, erasure.id, found)
         await self._end_round()
-        hashes = await self._store.read(_hashes, found)
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
-        erasing = Erasing(erasure.id, found, hashes)
+        erasing = Erasing(erasure.id, found)
         for place in PLACES:
             await place.erase(self, erasing)
         for source in self._ingestion.sources():
@@ -260,7 +258,8 @@ class Eraser:
             erasing.done["pending"] = await puller.finish_erasing()
 
     async def erase_lines(self, erasing: Erasing) -> None:
-        erasing.done["lines"] = await self._ingestion.erase(erasing.found.keys, erasing.hashes)
+        hashes = await self._store.read(_hashes, erasing.found)
+        erasing.done["lines"] = await self._ingestion.erase(erasing.found.keys, hashes)
 
     async def erase_data_sets(self, erasing: Erasing) -> None:
         await self._ingestion.erase_data_sets(erasing.found.traces, erasing.found.conversations)
