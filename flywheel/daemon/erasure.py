@@ -16,7 +16,7 @@ import logging
 import shutil
 import sqlite3
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
-from sqlalchemy import Connection, LargeBinary, Row, cast, select
+from sqlalchemy import Connection, Row, select
 
 from flywheel.config import DATA_SETS, Config
 from flywheel.daemon.langfuse import LangfuseExport
@@ -33,7 +33,6 @@ from flywheel.daemon.rounds.erasure import ERASED_FOLDERS, erase_from_files, era
 from flywheel.daemon.rounds.rounds import end_round_with_erased
 from flywheel.errors import StoreError
 from flywheel.judge.usage import IN_FLIGHT_FILE
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.task import NO_CONVERSATION
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.sources.calls.conversations import extending
@@ -107,13 +106,10 @@ def report_of(found: Touched, **done: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Erasing:
-    """An erasure that is carried out: its number, what it found, the texts of the tasks, and the `qa_hash` of their
-    lines."""
+    """An erasure that is carried out: its number, and what it found."""
 
     number: int
     found: Touched
-    erased: ErasedTasks
-    hashes: Set[str]
     done: dict[str, Any] = field(default_factory=dict)
     """Parts of the report."""
 
@@ -182,10 +178,8 @@ class Eraser:
         found = await self.find(Kind(erasure.kind), erasure.subject, erasure.id)
         await self._store.write(_begin, erasure.id, found)
         await self._end_round()
-        of_tasks = await self._store.read(_lines, found)
-        erased, hashes = ErasedTasks.of(of_tasks), {line["metadata"]["qa_hash"] for line in of_tasks}
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
-        erasing = Erasing(erasure.id, found, erased, hashes)
+        erasing = Erasing(erasure.id, found)
         for place in PLACES:
             await place.erase(self, erasing)
         for source in self._ingestion.sources():
@@ -263,7 +257,8 @@ class Eraser:
             erasing.done["pending"] = await puller.finish_erasing()
 
     async def erase_lines(self, erasing: Erasing) -> None:
-        erasing.done["lines"] = await self._ingestion.erase(set(erasing.found.tasks.values()), erasing.hashes)
+        hashes = await self._store.read(_hashes, erasing.found)
+        erasing.done["lines"] = await self._ingestion.erase(erasing.found.keys, hashes)
 
     async def erase_data_sets(self, erasing: Erasing) -> None:
         await self._ingestion.erase_data_sets(erasing.found.traces, erasing.found.conversations)
@@ -273,10 +268,9 @@ class Eraser:
         erasing.done["spans"] = sum([await inbox.erase(path, traces) for path in inboxes])
 
     async def erase_files(self, erasing: Erasing) -> None:
-        if erasing.found.tasks:
+        if keys := erasing.found.keys:
             used = {Path(each) for each in erasing.found.rounds.values()}
-            files = await asyncio.to_thread(erase_from_files, self._config.state_dir, erasing.erased, used)
-            erasing.done["files"] = files
+            erasing.done["files"] = await asyncio.to_thread(erase_from_files, self._config.state_dir, keys, used)
 
     async def tell_backups(self, erasing: Erasing) -> None:
         """Write beside each known backup what was erased; the folders that could not be written."""
@@ -287,7 +281,7 @@ class Eraser:
     async def erase_rows(self, erasing: Erasing) -> None:
         """Erase it from the state, from which it was found: after everything else."""
         report = report_of(erasing.found, **erasing.done)
-        await self._store.write(_end, erasing.number, erasing.found, erasing.erased, report)
+        await self._store.write(_end, erasing.number, erasing.found, report)
 
     def _erase_here(self, ids: Sequence[str]) -> int:
         there: set[str] = set()
@@ -376,9 +370,9 @@ def _begin(conn: Connection, erasure: int, found: Touched) -> None:
     erasures.take_out(conn, found.tasks)
 
 
-def _end(conn: Connection, erasure: int, found: Touched, erased: ErasedTasks, report: dict[str, Any]) -> None:
-    report = {**report, **used_for(conn, found), "unprovable": erase_from_results(conn, erased)}
-    erasures.scrub(conn, found, erased)
+def _end(conn: Connection, erasure: int, found: Touched, report: dict[str, Any]) -> None:
+    report = {**report, **used_for(conn, found), "unprovable": erase_from_results(conn, found.keys)}
+    erasures.scrub(conn, found)
     erasures.note(conn, erasure, ErasureState.ERASED, report)
 
 
@@ -387,7 +381,7 @@ def _note_purged(conn: Connection) -> None:
         erasures.note(conn, row.id, ErasureState.PURGED, row.report)
 
 
-def _lines(conn: Connection, found: Touched) -> list[dict[str, Any]]:
-    """The lines of the tasks in the task file."""
-    query = select(cast(tasks.c.payload, LargeBinary))
-    return [orjson.loads(line) for (line,) in rows_in(conn, query, tasks.c.id, sorted(found.tasks))]
+def _hashes(conn: Connection, found: Touched) -> set[str]:
+    """The `qa_hash` of each task, by which lines that AgentJet wrote are found."""
+    of_line = tasks.c.payload["metadata"]["qa_hash"].as_string().label("qa_hash")
+    return {row.qa_hash for row in rows_in(conn, select(of_line), tasks.c.id, sorted(found.tasks))}

@@ -245,8 +245,9 @@ class SourceIngestion:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
 
     def count_again(self) -> None:
-        """Note that replies were erased, so that the next pass counts them."""
+        """Note that replies were erased, so that the next pass counts them, and says its error and warning again."""
         self._counts = None
+        self._noted = self._noted | {"warning": None}
 
     def read_again(self) -> None:
         """Have the next pass look in the ledger for traces and full scans that were asked for since this process

@@ -1,8 +1,9 @@
 """Erasures: everything of a conversation, or of a user's conversations, is removed from the state and stays away.
 
-An erased reply leaves a row that the balance counts. Its ids are pseudonyms: HMACs (RFC 2104, SHA-256) with a key
-that is in the state alone. By them ingestion recognises what was erased, and what an erased conversation brings
-later: its next call would send the whole history again.
+An erased reply leaves a row that the balance counts: its source, pseudonyms of its span with its start and of its
+trace, and the day on which it began. An erased task leaves an empty row. Pseudonyms are HMACs (RFC 2104, SHA-256)
+with a key that is in the state alone. By them ingestion recognises what was erased, and what an erased conversation
+brings later: its next call would send the whole history again.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime, timedelta
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 from sqlalchemy import (
     Connection,
     Row,
     Table,
+    and_,
     bindparam,
     delete,
     exists,
@@ -30,22 +32,22 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
+    true,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
-from flywheel.records.erasure import ERASED, ErasedTasks
+from flywheel.records.erasure import ERASED
 from flywheel.records.privacy import named_in
-from flywheel.records.repeated_ids import runs_of
-from flywheel.records.states import ReplyState, TaskState
+from flywheel.records.repeated_ids import RUN_ENDS_NS
+from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
 from flywheel.store import deduplication
 from flywheel.store.dead_letters import ROW, TASK
-from flywheel.store.erased_columns import SENTENCES, emptied
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import Lookup, chunks, rows_in
-from flywheel.store.kernel.database import ERASURE_KEY, noted
+from flywheel.store.kernel.database import ERASURE_KEY, ERROR_OF, noted
 from flywheel.store.kernel.schema import (
     conversations,
     dead_letters,
@@ -55,18 +57,20 @@ from flywheel.store.kernel.schema import (
     events,
     fingerprints,
     gate_conversations,
-    labels,
+    judge_errors,
+    meta,
     replies,
     reply_calls,
     requests,
     round_samples,
     rounds,
+    sources,
     tasks,
-    verdicts,
     watch_units,
 )
 from flywheel.store.kernel.transitions import move, record, utcnow
-from flywheel.store.reply_names import run_of
+from flywheel.store.notices import JUDGE
+from flywheel.store.reply_names import WITH_SPANS, run_of
 
 _IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
@@ -74,7 +78,15 @@ _TOMBSTONES: Final = Lookup(
     replies.c.span_id,
 )
 _KNOWN: Final = Lookup(select(replies.c.span_id).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
-_TRACES: Final = Lookup(select(replies.c.trace_id).where(_IS_ERASED), replies.c.trace_id)
+_TRACES: Final = Lookup(
+    select(replies.c.trace_id, replies.c.started_at).where(_IS_ERASED).distinct(), replies.c.trace_id
+)
+_IS_ABOUT: Final = and_(
+    dead_letters.c.kind == ROW,
+    dead_letters.c.subject == replies.c.span_id,
+    dead_letters.c.source_id == replies.c.source_id,
+)
+"""Whether a dead letter is about a reply."""
 _CONVERSATIONS: Final = Lookup(select(erased_conversations.c.pseudonym), erased_conversations.c.pseudonym)
 
 
@@ -148,6 +160,31 @@ def users_of(conn: Connection, entries: Iterable[Entry | DeadRow]) -> dict[str, 
     return {user: pseudonyms.of(Kind.USER, user) if user else "" for user in users}
 
 
+class _Mark(NamedTuple):
+    """By what an erased reply is recognised, as its row has it. `started_at` is the day on which it began, empty if
+    that is not known."""
+
+    span_id: str
+    trace_id: str
+    started_at: str
+
+
+class _Marks:
+    """The marks of the replies of one source."""
+
+    def __init__(self, conn: Connection, source: int) -> None:
+        kind = conn.execute(select(sources.c.type).where(sources.c.id == source)).scalar_one()
+        self._pseudonyms = Pseudonyms(conn)
+        self._ids_repeat = kind in WITH_SPANS
+
+    def of(self, name: str, trace_id: str, start: str) -> _Mark:
+        """The mark of the reply of this name. The name depends on what was stored before it, so that its parts and
+        the start are taken where ids repeat; elsewhere the start may be that of reading."""
+        start = start if self._ids_repeat else ""
+        span = "\0".join((run_of(name, trace_id).span_id, trace_id, start)) if self._ids_repeat else name
+        return _Mark(self._pseudonyms.of(Kind.SPAN, span), self._pseudonyms.of(Kind.TRACE, trace_id), start[:10])
+
+
 def without_erased(
     conn: Connection, source: int, batch: Batch
 ) -> tuple[Batch, list[Entry | DeadRow], list[Entry | DeadRow]]:
@@ -157,20 +194,21 @@ def without_erased(
     """
     if not (batch.entries or batch.dead) or not are_there(conn):
         return batch, [], []
-    pseudonyms = Pseudonyms(conn)
+    pseudonyms, marks = Pseudonyms(conn), _Marks(conn, source)
     rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
-    spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
-    traces = {row.trace_id: pseudonyms.of(Kind.TRACE, row.trace_id) for row in rows}
-    keys = {key for row in rows for key in _keys_of(row)}
-    named = {key: pseudonyms.of(*key) for key in keys}
-    there = {row.span_id for row in _TOMBSTONES.rows(conn, list(spans.values()), source)}
-    of_traces = {row.trace_id for row in _TRACES.rows(conn, sorted({*traces.values()} - {""}))}
+    own = {row.span_id: marks.of(row.span_id, row.trace_id, _start(row)) for row in rows}
+    named = {key: pseudonyms.of(*key) for row in rows for key in _keys_of(row)}
+    there = erased_spans(conn, source, {row.span_id: (row.trace_id, _start(row)) for row in rows})
+    days = defaultdict[str, set[str]](set)
+    for found in _TRACES.rows(conn, sorted({mark.trace_id for mark in own.values()} - {""})):
+        days[found.trace_id].add(found.started_at)
     erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
     users = users_of(conn, rows)
     refused = _blocked_users(conn)
 
     def is_erased(row: Entry | DeadRow) -> bool:
-        if spans[row.span_id] in there or traces[row.trace_id] in of_traces:
+        mark = own[row.span_id]
+        if row.span_id in there or any(_can_be_one_run(mark.started_at, day) for day in days[mark.trace_id]):
             return True
         return users[row.user] in refused or any(named[key] in erased for key in _keys_of(row))
 
@@ -179,32 +217,37 @@ def without_erased(
         return batch, [], []
     # What is known under its own id is about to be erased.
     known = {row.span_id for row in _KNOWN.rows(conn, list(gone), source)}
-    new = [row for span, row in gone.items() if spans[span] not in there and span not in known]
-    now = utcnow()
-    for row in new:
-        key = conversation_key(row.conversation_id, row.trace_id)
-        added = insert(replies).values(
-            source_id=source,
-            span_id=spans[row.span_id],
-            trace_id=traces[row.trace_id],
-            conversation_id=pseudonyms.of(Kind.CONVERSATION, key),
-            state=ReplyState.ERASED.value,
-            created_at=now,
-        )
+    new = {own[span]: row for span, row in gone.items() if span not in there and span not in known}
+    values = {"source_id": source, "state": ReplyState.ERASED.value, "created_at": utcnow()}
+    for mark in new:
+        added = insert(replies).values(**values, **mark._asdict())
         number = conn.execute(added.returning(replies.c.id)).scalar_one()
         record(conn, replies.name, [str(number)], None, ReplyState.ERASED)
     entries = tuple(entry for entry in batch.entries if entry.span_id not in gone)
     dead = tuple(row for row in batch.dead if row.span_id not in gone)
-    return replace(batch, entries=entries, dead=dead), list(gone.values()), new
+    return replace(batch, entries=entries, dead=dead), list(gone.values()), list(new.values())
 
 
-def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:
-    """Those of these spans whose replies are erased, with the numbers of these."""
+def erased_spans(conn: Connection, source: int, spans: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+    """Those of these replies that are erased, by name, with their numbers. `spans` has the trace and the start of
+    each."""
     if not are_there(conn):
         return {}
-    pseudonyms = Pseudonyms(conn)
-    by_pseudonym = {pseudonyms.of(Kind.SPAN, span): span for span in spans}
-    return {by_pseudonym[row.span_id]: row.id for row in _TOMBSTONES.rows(conn, list(by_pseudonym), source)}
+    marks = _Marks(conn, source)
+    by_mark = {
+        marks.of(name, trace, at).span_id: name for name, (trace, start) in spans.items() for at in ("", start)
+    }
+    return {by_mark[row.span_id]: row.id for row in _TOMBSTONES.rows(conn, list(by_mark), source)}
+
+
+def _start(row: Entry | DeadRow) -> str:
+    """When a reply began; empty while that is not certain: its agent's own span may arrive later."""
+    return "" if isinstance(row, DeadRow) or row.skip is SkipReason.UNFINISHED else row.started_at
+
+
+def _can_be_one_run(day: str, other: str) -> bool:
+    """Whether replies of one trace id that began on these days can be of one run (`RUN_ENDS_NS`)."""
+    return "" in (day, other) or abs(date.fromisoformat(day) - date.fromisoformat(other)) <= timedelta(days=1)
 
 
 def _keys_of(row: Entry | DeadRow) -> list[tuple[Kind, str]]:
@@ -234,6 +277,11 @@ class Touched:
     rounds: dict[str, str] = field(default_factory=dict)
     """Directories by the name of the round."""
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of the tasks: `task_id` in files."""
+        return frozenset(self.tasks.values())
+
 
 def conversations_of_user(conn: Connection, user: str) -> set[str]:
     """The conversations in which a user asked something, by their keys."""
@@ -245,14 +293,9 @@ def conversations_of_user(conn: Connection, user: str) -> set[str]:
 def named_in_letters(conn: Connection, wanted: Set[str], user: str) -> set[int]:
     """The numbers of replies that cannot be read, and whose dead letters name one of these conversations or a user
     (empty: none). What was stored without those names is found by it."""
-    letters = select(replies.c.id, dead_letters.c.excerpt).select_from(
-        replies.join(
-            dead_letters,
-            (dead_letters.c.subject == replies.c.span_id) & (dead_letters.c.source_id == replies.c.source_id),
-        )
-    )
+    letters = select(replies.c.id, dead_letters.c.excerpt).join(dead_letters, _IS_ABOUT)
     found = set()
-    for row in conn.execute(letters.where(dead_letters.c.kind == ROW, dead_letters.c.excerpt != "")):
+    for row in conn.execute(letters.where(dead_letters.c.excerpt != "")):
         conversations, users = named_in(row.excerpt)
         if not wanted.isdisjoint(conversations) or (user and user in users):
             found.add(row.id)
@@ -365,11 +408,8 @@ def others_in_traces(conn: Connection, found: Touched) -> list[dict[str, str]]:
         if row.conversation_id not in NO_CONVERSATION:
             return True
         same = {run_of(each.span_id, each.trace_id).span_id for each in own[row.trace_id]}
-        times = [_ns(each.started_at) for each in own[row.trace_id] if each.started_at]
-        near = [run for run in runs_of([*times, _ns(row.started_at)]) if run[0] <= _ns(row.started_at) <= run[1]]
-        return run_of(row.span_id, row.trace_id).span_id in same or not any(
-            first <= time <= last for first, last in near for time in times
-        )
+        apart = [abs(_ns(each.started_at) - _ns(row.started_at)) for each in own[row.trace_id] if each.started_at]
+        return run_of(row.span_id, row.trace_id).span_id in same or not any(time < RUN_ENDS_NS for time in apart)
 
     return [
         {
@@ -392,19 +432,22 @@ def begin(conn: Connection, kind: Kind, subject: str, wanted: Collection[str], *
 
     From now on nothing of them is stored, judged or trained on.
     """
-    pseudonyms = Pseudonyms(conn)
-    values = {"subject": subject, "state": ErasureState.OPEN.value, "finished_at": None, "report": None}
-    added = insert_or_ignore(erasures).values(
-        kind=kind.value, pseudonym=pseudonyms.of(kind, subject), blocks=blocks, created_at=utcnow(), **values
-    )
-    again = {**values, "blocks": erasures.c.blocks | literal(blocks)}
-    query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again).returning(erasures.c.id)
-    number = int(conn.execute(query).scalar_one())
+    pseudonym = Pseudonyms(conn).of(kind, subject)
+    number = _open(conn, kind, pseudonym, blocks=blocks, subject=subject, finished_at=None, report=None)
     block(conn, number, wanted)
     if kind is Kind.SERVICE:
-        row = {"pseudonym": pseudonyms.of(kind, subject), "erasure_id": number}
-        conn.execute(insert_or_ignore(erased_conversations).values(**row).on_conflict_do_nothing())
+        _block(conn, number, [pseudonym])
     return number
+
+
+def _open(conn: Connection, kind: str, pseudonym: str, *, blocks: bool, **values: Any) -> int:
+    """Store an erasure, or open the one of this pseudonym again; its number. A user who has been blocked stays it."""
+    values |= {"state": ErasureState.OPEN.value}
+    row = {"subject": "", **values, "kind": str(kind), "pseudonym": pseudonym, "blocks": blocks}
+    again = {**values, "blocks": erasures.c.blocks | literal(blocks)}
+    added = insert_or_ignore(erasures).values(**row, created_at=utcnow())
+    query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again)
+    return int(conn.execute(query.returning(erasures.c.id)).scalar_one())
 
 
 def has_begun(conn: Connection, kind: Kind, subject: str) -> bool:
@@ -416,9 +459,13 @@ def has_begun(conn: Connection, kind: Kind, subject: str) -> bool:
 def block(conn: Connection, erasure: int, wanted: Collection[str]) -> None:
     """Store nothing of these conversations any more."""
     pseudonyms = Pseudonyms(conn)
-    rows = [{"pseudonym": pseudonyms.of(Kind.CONVERSATION, key), "erasure_id": erasure} for key in sorted(wanted)]
-    if rows:
-        conn.execute(insert_or_ignore(erased_conversations).on_conflict_do_nothing(), rows)
+    _block(conn, erasure, [pseudonyms.of(Kind.CONVERSATION, key) for key in sorted(wanted)])
+
+
+def _block(conn: Connection, erasure: int, pseudonyms: Collection[str]) -> None:
+    added, own = insert_or_ignore(erased_conversations), {"erasure_id": erasure}
+    if rows := [{"pseudonym": each, **own} for each in pseudonyms]:
+        conn.execute(added.on_conflict_do_update(index_elements=["pseudonym"], set_=own), rows)
 
 
 def take_out(conn: Connection, numbers: Collection[int]) -> None:
@@ -461,123 +508,118 @@ def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
     """Take over erasures that were made since a backup, as open ones. The conversations of erased users are among
     those given."""
     for each in given:
-        added = insert_or_ignore(erasures).values(
-            kind=each["kind"],
-            pseudonym=each["pseudonym"],
-            subject="",
-            blocks=bool(each["blocks"]),
-            state=ErasureState.OPEN.value,
-            created_at=utcnow(),
-        )
-        # A user who has been blocked stays it.
-        said = {"blocks": erasures.c.blocks | literal(bool(each["blocks"])), "state": ErasureState.OPEN.value}
-        query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=said).returning(erasures.c.id)
-        number = int(conn.execute(query).scalar_one())
+        number = _open(conn, each["kind"], each["pseudonym"], blocks=bool(each["blocks"]))
         if each["kind"] in (Kind.CONVERSATION, Kind.SERVICE):
-            row = {"pseudonym": each["pseudonym"], "erasure_id": number}
-            of_one = insert_or_ignore(erased_conversations).values(**row)
-            conn.execute(of_one.on_conflict_do_update(index_elements=["pseudonym"], set_={"erasure_id": number}))
+            _block(conn, number, [each["pseudonym"]])
 
 
-def scrub(conn: Connection, found: Touched, erased: ErasedTasks) -> None:
-    """Erase all texts and ids of what was found from the state; what must stay for the balance keeps pseudonyms.
-    `erased` has the tasks' texts, which errors of the judge may quote."""
-    _erase_quotes(conn, erased)
+def scrub(conn: Connection, found: Touched) -> None:
+    """Erase all texts and ids of what was found from the state, and errors that could quote them; what must stay for
+    the balance keeps pseudonyms."""
     pseudonyms = Pseudonyms(conn)
+    if found.replies:
+        _erase_errors(conn)
     take_out(conn, found.tasks)
-    _scrub_tasks(conn, found, pseudonyms)
-    _scrub_conversations(conn, found, pseudonyms)
-    _scrub_replies(conn, found, pseudonyms)
-    names = {key: pseudonyms.of(Kind.TASK, key) for key in found.tasks.values()}
-    names |= {key: pseudonyms.of(Kind.CONVERSATION, key) for key in found.conversations}
-    names |= {span: pseudonyms.of(Kind.SPAN, span) for span in found.spans}
-    names |= {trace: pseudonyms.of(Kind.TRACE, trace) for trace in found.traces}
-    _rename(conn, names)
+    _empty_tasks(conn, found, pseudonyms)
+    _rename_conversations(conn, found, pseudonyms)
+    _empty_replies(conn, found, pseudonyms)
+    names = {key: pseudonyms.of(Kind.TASK, key) for key in found.keys}
+    _rename(conn, names | {span: pseudonyms.of(Kind.SPAN, span) for span in found.spans})
 
 
-def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+def _erase_errors(conn: Connection) -> None:
+    """Erase errors that nothing assigns to a task, and could quote any: of the judge, of stages, of sources, and what
+    notices say of them. They are counted as before, and stages and sources say theirs again when they fail again."""
+    by_hour = select(judge_errors.c.hour, func.sum(judge_errors.c.count)).group_by(judge_errors.c.hour)
+    rows = [{"hour": hour, "error": ERASED, "count": count} for hour, count in conn.execute(by_hour)]
+    conn.execute(delete(judge_errors))
+    if rows:
+        conn.execute(insert(judge_errors), rows)
+    of_notices, of_stages = events.c.kind.in_([JUDGE, sources.name]), meta.c.key.startswith(ERROR_OF)
+    of_sources = ((sources.c.error, true()), (sources.c.warning, true()))
+    for column, where in ((events.c.detail, of_notices), (meta.c.value, of_stages), *of_sources):
+        conn.execute(update(column.table).where(where, column != "").values({column.name: ERASED}))
+
+
+def _emptied(table: Table, *kept: str, **values: Any) -> dict[str, Any]:
+    """The `values` of an erased row, and empty ones for all other columns but those that are `kept`."""
+    others = [column for column in table.c if column.name not in {*kept, *values}]
+    return {column.name: None if column.nullable else column.type.python_type() for column in others} | values
+
+
+def _delete_parts(conn: Connection, table: Table, ids: Sequence[int]) -> None:
+    """Delete what belongs to these tasks or replies: the rows of every table that refers to them, except replies, and
+    what rounds used."""
+    for other in reversed(schema.metadata.sorted_tables):
+        of = [key.parent for key in other.foreign_keys if key.column.table is table]
+        for column in of if other not in (replies, round_samples) else ():
+            for some in chunks(ids):
+                conn.execute(delete(other).where(column.in_(some)))
+
+
+def _empty_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
     ids = sorted(found.tasks)
     texts = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.task_id, ids)}
-    for task in ids:
-        deduplication.forget(conn, task)
-    for some in chunks(ids):
-        for table in (labels, verdicts):
-            conn.execute(delete(table).where(table.c.task_id.in_(some)))
-    used = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.text, sorted(texts))}
-    for some in chunks(sorted(texts - used)):
-        conn.execute(delete(embeddings).where(embeddings.c.text.in_(some)))
-    empty = {**emptied(tasks), "beginning": None, "retry_at": None, "verdict_id": None}
-    for number, key in found.tasks.items():
-        conversation = select(tasks.c.conversation_id).where(tasks.c.id == number)
-        values = {
-            "key": pseudonyms.of(Kind.TASK, key),
-            "conversation_id": pseudonyms.of(Kind.CONVERSATION, str(conn.execute(conversation).scalar_one())),
-        }
-        conn.execute(update(tasks).where(tasks.c.id == number).values(**empty, **values))
-    _forget_letters(conn, TASK, found.tasks.values(), Kind.TASK, pseudonyms)
+    deduplication.free_repetitions(conn, ids)
+    of_task = select(tasks.c.id, tasks.c.key, tasks.c.conversation_id)
+    for row in list(rows_in(conn, of_task, tasks.c.id, ids)):
+        key, own = pseudonyms.of(Kind.TASK, row.key), pseudonyms.of(Kind.CONVERSATION, row.conversation_id)
+        kept = ("id", "split", "state", "created_at")
+        empty = _emptied(tasks, *kept, key=key, conversation_id=own, payload={})
+        conn.execute(update(tasks).where(tasks.c.id == row.id).values(empty))
+    _delete_parts(conn, tasks, ids)
+    is_used = exists().where(fingerprints.c.text == embeddings.c.text)
+    for each in chunks(sorted(texts)):
+        conn.execute(delete(embeddings).where(embeddings.c.text.in_(each), ~is_used))
+    of_tasks = select(dead_letters).where(dead_letters.c.kind == TASK)
+    letters = list(rows_in(conn, of_tasks, dead_letters.c.subject, sorted(found.keys)))
+    _empty_letters(conn, letters, Kind.TASK, pseudonyms)
     _silence(conn, tasks, ids)
 
 
-def _scrub_conversations(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+def _rename_conversations(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
     """Splits stay; what a later conversation could be compared with goes."""
-    for some in chunks(sorted(found.shared)):
+    renamed = found.conversations | found.traces
+    for some in chunks(sorted(renamed | found.shared)):
         for table in (schema.recent_bands, schema.signature_bands):
             conn.execute(delete(table).where(table.c.key.in_(some)))
         conn.execute(update(conversations).where(conversations.c.key.in_(some)).values(words=b""))
-    keys = sorted(found.conversations | found.traces)
-    for row in list(rows_in(conn, select(conversations), conversations.c.key, keys)):
-        name = pseudonyms.of(Kind.CONVERSATION, row.key)
-        for table in (schema.recent_bands, schema.signature_bands):
-            conn.execute(delete(table).where(table.c.key == row.key))
-        values = {**emptied(conversations), "key": name, "like": name if row.like == row.key else row.like}
-        conn.execute(update(conversations).where(conversations.c.key == row.key).values(**values))
-        conn.execute(update(conversations).where(conversations.c.like == row.key).values(like=name))
-    for row in list(rows_in(conn, select(gate_conversations), gate_conversations.c.conversation, keys)):
-        own = gate_conversations.c.conversation == row.conversation, gate_conversations.c.round_id == row.round_id
-        name = pseudonyms.of(Kind.CONVERSATION, row.conversation)
-        conn.execute(update(gate_conversations).where(*own).values(conversation=name))
+    for column in (conversations.c.key, conversations.c.like, gate_conversations.c.conversation):
+        rows = list(rows_in(conn, select(column.label("name")).distinct(), column, sorted(renamed)))
+        for name in (row.name for row in rows):
+            values = {column.name: pseudonyms.of(Kind.CONVERSATION, name)}
+            conn.execute(update(column.table).where(column == name).values(values))
 
 
-def _scrub_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+def _empty_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
     ids = sorted(found.replies)
-    for some in chunks(ids):
-        conn.execute(delete(reply_calls).where(reply_calls.c.reply_id.in_(some)))
     for calls in chunks(sorted(found.calls)):
         own, is_counted = watch_units.c.request_id.in_(calls), watch_units.c.place.is_not(None)
         conn.execute(delete(watch_units).where(own, ~is_counted))
         # What the tests have counted stays: they hold at every moment only if no unit is taken out afterwards.
         name = func.printf("erased %d", watch_units.c.place)
         conn.execute(update(watch_units).where(own).values(unit=name, request_id=name))
-    empty = {**emptied(replies), "content": None}
+    _delete_parts(conn, replies, ids)
+    of_replies = select(dead_letters).join(replies, _IS_ABOUT)
+    _empty_letters(conn, list(rows_in(conn, of_replies, replies.c.id, ids)), Kind.SPAN, pseudonyms)
+    marks: dict[int, _Marks] = {}
     for row in list(rows_in(conn, select(replies), replies.c.id, ids)):
-        key = conversation_key(row.conversation_id, row.trace_id)
-        _forget_letters(conn, ROW, [row.span_id], Kind.SPAN, pseudonyms, row.source_id)
-        move(
-            conn, row.id, ReplyState(row.state), ReplyState.ERASED,
-            span_id=pseudonyms.of(Kind.SPAN, row.span_id),
-            trace_id=pseudonyms.of(Kind.TRACE, row.trace_id),
-            conversation_id=pseudonyms.of(Kind.CONVERSATION, key),
-            **empty,
-        )  # fmt: skip
+        of_source = marks.setdefault(row.source_id, _Marks(conn, row.source_id))
+        has_start = row.state != ReplyState.DEAD and row.skip_reason != SkipReason.UNFINISHED
+        mark = of_source.of(row.span_id, row.trace_id, row.started_at if has_start else "")
+        move(conn, row.id, ReplyState(row.state), ReplyState.ERASED)
+        empty = _emptied(replies, "id", "source_id", "state", "created_at", **mark._asdict())
+        # Rows of one mark are one reply.
+        conn.execute(update(replies).prefix_with("OR REPLACE").where(replies.c.id == row.id).values(empty))
     _silence(conn, replies, ids)
 
 
-def _forget_letters(
-    conn: Connection,
-    kind: str,
-    subjects: Iterable[str],
-    of: Kind,
-    pseudonyms: Pseudonyms,
-    source: int | None = None,
-) -> None:
-    """Erase the texts of dead letters about these subjects."""
-    query = select(dead_letters).where(dead_letters.c.kind == kind)
-    if source is not None:
-        query = query.where(dead_letters.c.source_id == source)
-    for row in list(rows_in(conn, query, dead_letters.c.subject, list(subjects))):
-        values = {**emptied(dead_letters), "subject": pseudonyms.of(of, row.subject)}
-        conn.execute(update(dead_letters).where(dead_letters.c.id == row.id).values(**values))
-        _silence(conn, dead_letters, [row.id])
+def _empty_letters(conn: Connection, letters: Collection[Row[Any]], of: Kind, pseudonyms: Pseudonyms) -> None:
+    kept = ("id", "kind", "source_id", "state", "attempts", "created_at")
+    for row in letters:
+        empty = _emptied(dead_letters, *kept, subject=pseudonyms.of(of, row.subject), error=ERASED)
+        conn.execute(update(dead_letters).where(dead_letters.c.id == row.id).values(empty))
+    _silence(conn, dead_letters, [row.id for row in letters])
 
 
 def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
@@ -586,17 +628,6 @@ def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
     for some in chunks(subjects):
         said = events.c.kind == table.name, events.c.subject.in_(some), events.c.detail != ""
         conn.execute(update(events).where(*said).values(detail=""))
-
-
-def _erase_quotes(conn: Connection, erased: ErasedTasks) -> None:
-    """Erase sentences that quote a text: errors of the judge and of sources, what `status` says of them, excerpts."""
-    for column, instead, where in SENTENCES:
-        said = select(column).where(where, column != "").distinct()
-        for text in [text for text in conn.execute(said).scalars() if erased.quoted_in(text)]:
-            if instead is None:
-                conn.execute(delete(column.table).where(column == text))
-            else:
-                conn.execute(update(column.table).where(where, column == text).values({column.name: instead}))
 
 
 def _rename(conn: Connection, names: Mapping[str, str]) -> None:

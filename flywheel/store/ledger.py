@@ -582,9 +582,12 @@ class LedgerSnapshot:
     replies: Mapping[str, StoredReply]
 
 
-def snapshot(conn: Connection, source: int, trace_ids: Sequence[str], spans: Sequence[str]) -> LedgerSnapshot:
+def snapshot(
+    conn: Connection, source: int, trace_ids: Sequence[str], spans: Mapping[str, tuple[str, str]]
+) -> LedgerSnapshot:
+    """What is held of these traces, and of replies by name; `spans` has the trace and the start of each."""
     query = select(replies.c.span_id, replies.c.id, replies.c.state, replies.c.content)
-    rows = rows_in(conn, query.where(replies.c.source_id == source), replies.c.span_id, spans)
+    rows = rows_in(conn, query.where(replies.c.source_id == source), replies.c.span_id, list(spans))
     found = {row.span_id: StoredReply(row.id, ReplyState(row.state), row.content) for row in rows}
     erased = erased_spans(conn, source, spans)
     found |= {span: StoredReply(number, ReplyState.ERASED, None) for span, number in erased.items()}

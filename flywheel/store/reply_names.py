@@ -27,7 +27,7 @@ _MARK: Final = "@"
 _SAME: Final = timedelta(microseconds=SAME_START_NS // 1000)
 _LATE: Final = timedelta(minutes=15)
 """How far the first span below an agent's may be from the start of the agent's own span, which arrives later."""
-_WITH_SPANS: Final = frozenset({"studio", "otlp"})
+WITH_SPANS: Final = frozenset({"studio", "otlp"})
 """Types of sources whose ids are those of clients."""
 _OF_TRACES: Final = Lookup(
     select(*(replies.c[name] for name in ("source_id", "span_id", "trace_id", "state", "skip_reason", "started_at"))),
@@ -76,7 +76,7 @@ def with_repeated_starts(conn: Connection, source: int) -> int:
 def named(conn: Connection, source: int, batch: Batch) -> Batch:
     """A batch with the names of its replies and dead rows in place of their spans' ids."""
     kind = conn.execute(select(sources.c.type).where(sources.c.id == source)).scalar_one()
-    if kind not in _WITH_SPANS or not (batch.entries or batch.dead):
+    if kind not in WITH_SPANS or not (batch.entries or batch.dead):
         return batch
     rows: list[Entry | DeadRow] = [*batch.entries, *(row for row in batch.dead if row.trace_id)]
     known: defaultdict[tuple[str, str], list[Row[Any]]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """How the stages of the daemon do: what `status`, metrics and notices say of them. Commands that judge note it too.
 
 A stage fails until its work has succeeded, or none is left: a pass that found nothing due says nothing. Its error is
-a note of its own, from which an erasure removes what it quotes.
+a note of its own, in the place of which an erasure puts another one: it could quote what is erased.
 """
 
 from __future__ import annotations

@@ -85,6 +85,8 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     assert ran.code == 0, ran.err
     assert ran.out.startswith("erased 8 replies, 5 tasks, 2 recorded calls, 1 span, 5 lines of the task file")
     assert "r0001: it was trained on texts that were erased since (5 of 6 samples, 83.3%)" in ran.out
+    trained = flywheel("why", "r0001", "-c", config, "--json").json["erased"]
+    assert (trained["samples"], trained["erased"]) == (6, 5), "it is known afterwards"
     assert "Studio's database" in ran.out and "weights" in ran.out
     assert left_in(state) == {}
     there = planted_in(state, [OTHER, OTHER_UNREAD], decode=spelled)

@@ -297,7 +297,7 @@ async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
         await target.deliver()
     assert [said in str(told) for told in webhook.told] == [True]
     assert said not in repr(vars(target)), "the texts are in the state alone"
-    await store.write(erase_rows, Kind.CONVERSATION, "secret talk", said)
+    await store.write(erase_rows, Kind.CONVERSATION, "secret talk")
     await target.deliver()
     assert [said in str(told) for told in webhook.told] == [True, False, False, False]
     assert len({headers["webhook-id"] for headers, _ in webhook.got[:2]}) == 1, "it is the same notice"
@@ -318,7 +318,7 @@ async def test_what_is_erased_while_notices_are_sent_is_not_sent(
     webhook.go_on.clear()
     sending = asyncio.create_task(target.deliver())
     await until(lambda: len(webhook.got) == 1, "the first notice")
-    await store.write(erase_rows, Kind.CONVERSATION, "secret talk", said)
+    await store.write(erase_rows, Kind.CONVERSATION, "secret talk")
     webhook.go_on.set()
     await sending
     assert [said in str(told) for told in webhook.told] == [False, False]

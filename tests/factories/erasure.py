@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.round import (
     Probe,
     Recording,
@@ -34,7 +33,7 @@ TEXTS = {
     STAYS_HELD_OUT: "他的电话是五五五零一二三,请打给他 🐻🔔 tomorrow",
 }
 """What each task has in every one of its texts."""
-ERASED = ErasedTasks(frozenset({GONE, GONE_HELD_OUT}), (TEXTS[GONE], TEXTS[GONE_HELD_OUT]))
+ERASED = frozenset({GONE, GONE_HELD_OUT})
 
 
 def tokens(text: str) -> list[int]:

@@ -9,14 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, without, without_tasks
+from flywheel.records.erasure import ERASED, REMOVED, without, without_tasks
 from flywheel.records.round import Probe, Recording
-from flywheel.records.task import task_line
 from tests.factories.erasure import GONE_HELD_OUT, STAYS_HELD_OUT, put_probe
-from tests.factories.trace import reply
-from tests.training.recorded.recordings import call, said, steps
 
-KEYS = ErasedTasks(frozenset({"a", "b"}))
+KEYS = frozenset({"a", "b"})
 names = st.sampled_from(["a", "b", "c", "d"])
 # Records are in any structure; each has its task's text and no other.
 records = names.flatmap(
@@ -69,26 +66,18 @@ def test_a_text_that_is_the_key_of_a_task_is_no_reference_to_it() -> None:
     assert without(value, KEYS) is value
 
 
-def test_a_sentence_that_quotes_a_task_is_replaced_and_another_is_not() -> None:
-    long = "My name is Zoë Ångström and I live at 12 Gråbrødretorv, in København"
-    erased = ErasedTasks(frozenset({"a"}), (long, "我的密码是七三九", "ok", "0.05", "gain"))
-    for quote in (long, long[20:52], long[5:45].replace(" ", "\n  "), "说:我的密码是七三九。"):
-        assert erased.quoted_in(f"ValueError: {quote}!"), quote
-        assert without({"reason": f"cannot: {quote}", "steps": 3}, erased) == {"reason": ERASED, "steps": 3}
-    for sentence in ("", "ok", "the gain of 0.05 is shown", "My name is", "the rounds are ok: 七三九"):
-        assert not erased.quoted_in(sentence), sentence
-    record = {"task_id": "c", "error": long}
-    assert without(record, erased) is record, "it is what another task says"
-
-
-def test_the_texts_of_a_task_are_all_that_was_said_but_system_prompts() -> None:
-    took = ({**said(first := call("look", {})), "reasoning_content": "I look."}, *steps((first, "a map"))[1:])
-    line = task_line(reply(1, query="Where?", answer="Here.", trajectory=took), "/a")
-    line["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where, please?"}]
-    found = ErasedTasks.of([line])
-    assert found.keys == {line["task_id"]}
-    assert {"Where?", "Here.", "a map", "Where, please?", "I look."} <= set(found.texts)
-    assert "Be brief." not in found.texts and "" not in found.texts
+def test_errors_of_what_used_a_task_are_replaced_and_reasons_of_the_gate_are_not() -> None:
+    why = "ValueError: 12 Gråbrødretorv is no number"
+    for field in ("error", "reason", "refusal", "paused"):
+        value = {"stages": [{field: why, "steps": 3}], "task": {"task_id": "c", field: why}}
+        assert without(value, KEYS) is value, "that has not used it"
+        assert without(value, KEYS, ()) == {"stages": [{field: ERASED, "steps": 3}], "task": value["task"]}
+        assert without(empty := {field: ""}, KEYS, ()) is empty
+    decision = {"outcome": "rejected", "reason": "the gain of 0.05 is not shown", "gain": 0.05}
+    assert without(decision, KEYS, ()) is decision
+    assert without(failed := decision | {"outcome": "failed"}, KEYS, ()) == failed | {"reason": ERASED}
+    refused = {"outcome": "rejected", "reason": why}
+    assert without(refused, KEYS, ()) == refused | {"reason": ERASED}
 
 
 def test_system_prompts_are_those_of_rollouts_that_are_left() -> None:
@@ -129,7 +118,7 @@ def test_the_figures_of_a_parent_stay_beside_the_others() -> None:
     probe = Probe(
         texts=[[1, 2], [3, 4]], tasks=["a", "c"], places=[(0, 1), (1, 1)], first=recording, second=recording
     )
-    left = without_tasks(probe, KEYS.keys)
+    left = without_tasks(probe, KEYS)
     assert left is not None
     assert left.second == Recording(adapter=[2.0], base=[4.0], parent=[6.0])
     assert left.places == [(0, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,14 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import STATE_FILE, Store
 from flywheel.store.views import balance
 from flywheel.system.purge import purge
-from tests.factories.erased import erase_rows
+from tests.factories.erased import erase_rows as erase
 from tests.factories.planted import WORDS, planted_in
 from tests.factories.state import execute
 from tests.factories.task import task_keys
-from tests.factories.trace import put_replies, reply
+from tests.factories.trace import START, put_replies, reply
 from tests.factories.verdict import judge_all, put_judged
 
 PLANTED = " ".join(WORDS)
-
-
-def erase(conn: Connection, kind: Kind, subject: str, *, blocks: bool = False) -> int:
-    return erase_rows(conn, kind, subject, PLANTED, blocks=blocks)
 
 
 def outspoken(line: dict[str, object]) -> Verdict:
@@ -137,6 +134,38 @@ async def test_what_an_erased_conversation_brings_later_is_counted_and_not_store
     assert await store.read(task_keys) and len(await store.read(task_keys)) == 2
     counts = (await store.read(ledger.counts_by_source, 1))[1]
     assert (counts.replies, counts.tasks, counts.erased) == (6, 1, 5)
+
+
+async def test_replies_with_ids_that_repeat_are_counted_once_in_whatever_order_they_are_read(store: Store) -> None:
+    """The name of one depends on what was stored before it; the second here was stored first."""
+    early, late = (
+        reply(number, span_id="s", trace_id="t", conversation_id="a", started_at=START + timedelta(hours=number))
+        for number in (1, 2)
+    )
+    unfinished = reply(3, conversation_id="a", skip=SkipReason.UNFINISHED)
+    for each in (late, early, unfinished):
+        await store.write(put_replies, each)
+    assert await store.write(erase, Kind.CONVERSATION, "a") == 3
+    # Its agent's own span has arrived, which began earlier.
+    finished = replace(unfinished, skip=None, started_at=unfinished.started_at - timedelta(minutes=1))
+    for some in ((early, late), (late,), (early,), (finished,), (early, late, finished)):
+        assert (await store.write(put_replies, *some)).erased == 0
+    books = await store.read(balance.balance)
+    assert books.balanced and books.ends == {**books.ends, "erased": 3, "pending": 0, "skipped": 0}
+
+
+async def test_another_run_with_the_ids_of_an_erased_one_is_stored(store: Store) -> None:
+    """Of a client that gives every run the same ids."""
+    run = reply(1, span_id="s", trace_id="t", conversation_id="a", started_at=START)
+    await store.write(put_replies, run)
+    await store.write(erase, Kind.CONVERSATION, "a")
+    for hours, new in ((20, 0), (24 * 30, 1)):
+        another = replace(run, conversation_id=f"after {hours} hours", started_at=START + timedelta(hours=hours))
+        done = await store.write(put_replies, another)
+        assert (done.new_tasks, done.erased) == (new, 1 - new)
+    assert (await store.write(put_replies, run)).erased == 0
+    books = await store.read(balance.balance)
+    assert books.balanced and books.ends == {**books.ends, "erased": 2, "pending": 1}
 
 
 async def test_a_user_is_found_by_pseudonym_and_new_conversations_are_ingested_unless_blocked(store: Store) -> None:
@@ -268,6 +297,31 @@ async def test_in_any_order_each_reply_is_counted_once_and_what_is_erased_stays_
                 )
             )
             assert not left & gone
+    finally:
+        await store.close()
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), st.just("erase"))))
+async def test_in_any_order_each_reply_with_ids_that_repeat_is_counted_once(steps: list[list[int] | str]) -> None:
+    """Runs of a client that gives each the ids of two spans, an hour apart. An erasure takes all runs of a trace."""
+    store = await Store.empty()
+    seen: set[int] = set()
+    is_erased = False
+    try:
+        for step in steps:
+            if isinstance(step, str):
+                await store.write(erase, Kind.CONVERSATION, "a")
+                is_erased = True
+            else:
+                seen |= {*step}
+                ids = {"trace_id": "t", "conversation_id": "a"}
+                runs = (reply(n, span_id=f"s{n % 2}", started_at=START + timedelta(hours=n), **ids) for n in step)
+                await store.write(put_replies, *runs)
+            books = await store.read(balance.balance)
+            assert books.balanced and books.replies == len(seen)
+            assert books.ends["erased"] == (len(seen) if is_erased else 0)
     finally:
         await store.close()
 

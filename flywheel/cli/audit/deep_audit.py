@@ -206,8 +206,10 @@ class _DatabaseComparison:
         if self._source is None:
             self._audit.not_read_yet += len(batch.entries) + len(batch.dead) + len(group.unnamed)
             return set()
-        extracted = self._contents(await self._store.read(named, self._source, batch), group)
-        spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
+        batch = await self._store.read(named, self._source, batch)
+        extracted = self._contents(batch, group)
+        spans = {row.span_id: (row.trace_id, "") for row in (*batch.dead, *group.unnamed)}
+        spans |= {entry.span_id: (entry.trace_id, entry.started_at) for entry in batch.entries}
         held = await self._store.read(ledger.snapshot, self._source, list(extracted), spans)
         await self._restore_pruned(extracted, held)
         is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
@@ -330,7 +332,7 @@ async def _compare_file(
     if source is None:
         audit.not_read_yet = len(tasks)
         return set()
-    held = await store.read(ledger.snapshot, source, [], [*tasks, *renamed.values()])
+    held = await store.read(ledger.snapshot, source, [], dict.fromkeys([*tasks, *renamed.values()], ("", "")))
     for name, own in renamed.items():
         if name not in held.replies and own not in tasks:
             # No other line has its own id now: it is the line stored under that id, with different content.

@@ -79,8 +79,8 @@ replies = Table(
 )
 """The outcome of each reply. `span_id` is its name (`flywheel.store.reply_names`); `started_at` is empty if it could
 not be read; `content` is the content hash of the reply, NULL if it is dead or erased; `user` is the
-pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id`, `trace_id`
-and `conversation_id` are pseudonyms, and what else it was is empty."""
+pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id` and
+`trace_id` are pseudonyms, `started_at` is the day, empty if it is not certain, and what else it was is empty."""
 
 erasures = Table(
     "erasures",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds.erasure import UNPROVABLE, erase_from_results, erase_from_round
@@ -54,8 +54,8 @@ def put(conn: Connection, directory: Path, probe: Probe | None) -> None:
     put_replies(conn, *replies_on(Split.TRAIN, 2))
     conn.execute(update(schema.tasks).where(schema.tasks.c.id == 1).values(key=GONE))
     result = json.loads((directory / "result.json").read_bytes())
-    reason = f"cannot train r0001: KeyError: {TEXTS[GONE]!r}".replace("\\n", " ").replace("\\\\", "\\")
-    put_round(conn, 1, RoundState.PROMOTED, directory, result=result, reason=reason)
+    reason = f"cannot train r0001: KeyError: {TEXTS[GONE]!r}"
+    put_round(conn, 1, RoundState.FAILED, directory, result=result, reason=reason)
     put_round(conn, 2, RoundState.PROMOTED, directory / "none", result=result, reason="no gain")
     for number, task in ((1, 1), (2, 2)):
         dumped = probe and probe.model_dump(mode="json")
@@ -99,6 +99,50 @@ async def test_the_result_of_a_round_in_the_state_loses_what_its_files_lose(stor
     assert await stored(store, 2) == before, "it did not use the task"
     assert await store.write(erase_from_results, ERASED) == []
     assert await stored(store, 1) == (row, adapter, details)
+
+
+async def test_sentences_made_of_figures_stay_and_errors_of_attempts_go(store: Store, directory: Path) -> None:
+    await store.write(put, directory, None)
+    gain, left = "the gain of 0.1 (0.02 to 0.18) is shown", "its samples are free: " + "x" * 300
+
+    def decide(conn: Connection) -> None:
+        conn.execute(delete(schema.events))
+        conn.execute(update(schema.rounds).where(schema.rounds.c.id == 1).values(state="promoted", reason=gain))
+        for old, new, why in (
+            (None, "planned", "100 samples"), ("training", "abandoned", TEXTS[GONE]),
+            ("abandoned", "planned", TEXTS[GONE]), ("evaluating", "promoted", gain),
+        ):  # fmt: skip
+            record(conn, "rounds", ["1"], old, new, why)
+        record(conn, "tasks", ["1"], "reserved", "consumed", gain)
+
+    def refuse(conn: Connection) -> None:
+        # The worker refused it: nothing was compared.
+        values = {"state": "rejected", "reason": left, "result": {"outcome": "refused", "reason": left}}
+        conn.execute(update(schema.rounds).where(schema.rounds.c.id == 1).values(**values))
+        record(conn, "rounds", ["1"], "evaluating", "rejected", left)
+        record(conn, "tasks", ["1"], "reserved", "accepted", left[:200])
+
+    def said(conn: Connection) -> tuple[str, list[str]]:
+        reason = conn.execute(select(schema.rounds.c.reason).where(schema.rounds.c.id == 1)).scalar_one()
+        return reason, list(conn.execute(select(schema.events.c.detail).order_by(schema.events.c.id)).scalars())
+
+    await store.write(decide)
+    await store.write(erase_from_results, ERASED)
+    erased = ERASED_SENTENCE
+    assert await store.read(said) == (gain, ["100 samples", erased, erased, gain, gain])
+    await store.write(refuse)
+    await store.write(erase_from_results, ERASED)
+    assert await store.read(said) == (erased, ["100 samples", erased, erased, gain, gain, erased, erased])
+
+
+async def test_that_a_round_ended_for_an_erasure_is_known_afterwards(store: Store, directory: Path) -> None:
+    """The next one need not wait, as after a failure."""
+    await store.write(put, directory, None)
+    ended = update(schema.rounds).where(schema.rounds.c.id == 1).values(reason=rounds.HAS_ERASED)
+    await store.write(lambda conn: conn.execute(ended))
+    await store.write(erase_from_results, ERASED)
+    row, *_ = await stored(store, 1)
+    assert row.reason == rounds.HAS_ERASED
 
 
 async def test_system_prompts_whose_rollouts_are_gone_are_not_kept(store: Store, directory: Path) -> None:

@@ -18,7 +18,6 @@ from flywheel.daemon.evaluation_answers import answers_in
 from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_files, erase_from_round
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.round import RoundResult
 from flywheel.system.files import json_line, write_json
 from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, read_rollouts, rollout_of
@@ -67,7 +66,7 @@ def of_others(files: dict[str, bytes]) -> dict[str, list[Any]]:
             return []
         if isinstance(name := value.get("task_id"), str):
             named = {name, value.get("rejected_task_id")}
-            return [value] if not named & ERASED.keys else []
+            return [value] if not named & ERASED else []
         return [record for item in value.values() for record in found(item)]
 
     own = {name: [record for value in records(data, name) for record in found(value)] for name, data in files.items()}
@@ -165,7 +164,7 @@ def marks(directory: Path) -> dict[Path, tuple[int, int, int]]:
 def test_a_round_that_has_no_erased_task_is_not_touched(directory: Path) -> None:
     (directory / "worker.log").write_text("as it was")
     before = marks(directory)
-    assert erase_from_round(directory, ErasedTasks(frozenset({"t-other"}), ("another text of a user",))) == 0
+    assert erase_from_round(directory, frozenset({"t-other"})) == 0
     assert marks(directory) == before
     assert erase_from_round(directory / "none", ERASED) == 0
 
@@ -286,7 +285,7 @@ def test_all_rounds_and_evaluations_of_a_state(tmp_path: Path) -> None:
     known.mkdir()
     (known / "worker.log").write_text(TEXTS[GONE])
     (tmp_path / "evaluations" / "held-out.jsonl").write_text("{}\n")
-    (decisions := tmp_path / "tracking" / "r0001").mkdir(parents=True)
+    (decisions := tmp_path / "tracking" / "r0003").mkdir(parents=True)
     write_json(decisions / "decision.json", {"outcome": "failed", "reason": TEXTS[GONE]})
     (decisions / "wandb.log").write_text("as it was")
     assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) > 40

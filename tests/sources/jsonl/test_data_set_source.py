@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
+from flywheel.records.skipping import MIN_REPLIES
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
 from tests.factories.erased import erase_rows
 from tests.factories.state import open_state
+from tests.factories.trace import write_lines
 
 
 def config_of(folder: Path, sources: list[dict[str, Any]]) -> Config:
@@ -122,3 +124,31 @@ async def test_what_is_erased_is_taken_out_of_a_copy_that_is_written_again(tmp_p
     errors, _ = await ingested(config)
     assert not errors
     assert copy.read_text() == "\n" + rows("other", 2) + "\n"
+
+
+async def test_a_warning_that_an_erasure_removed_is_said_again(tmp_path: Path) -> None:
+    """Also that of a source of which nothing was erased."""
+    write_lines(tmp_path / "asked.jsonl", *({"question": f"{n}?"} for n in range(MIN_REPLIES)))
+    write_lines(
+        tmp_path / "told.jsonl", {"question": "secret?", "answer": "1", "metadata": {"conversation_id": "talk"}}
+    )
+    config = config_of(tmp_path, [{"path": "asked.jsonl"}, {"path": "told.jsonl"}])
+    warnings = "SELECT group_concat(warning, '') FROM sources"
+    async with open_state(config.state_dir) as store:
+        ingestion = Ingestion(store, config)
+
+        async def said() -> str:
+            return str(await store.read(lambda conn: conn.exec_driver_sql(warnings).scalar_one()))
+
+        try:
+            await ingestion.run(final=True)
+            before = await said()
+            assert "are skipped as `no_answer`" in before
+            assert await store.write(erase_rows, Kind.CONVERSATION, "talk") == 1
+            for source in ingestion.sources():
+                source.count_again()
+            assert "are skipped" not in await said()
+            await ingestion.run(final=True)
+            assert await said() == before
+        finally:
+            await ingestion.close()

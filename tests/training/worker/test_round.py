@@ -21,7 +21,6 @@ from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT
 from flywheel.daemon.rounds.erasure import erase_from_round
 from flywheel.judge.usage import Purpose, UsageFile
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.round import RoundResult, Sampling, SystemPrompt
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
@@ -283,7 +282,7 @@ def test_nothing_is_left_of_tasks_that_are_erased(trained: Done, tmp_path: Path)
     texts = [asked[task] for task in gone]
     assert all(text in form for text in texts for form in said())
     weights = tree_sha256(directory / "adapter")
-    assert erase_from_round(directory, ErasedTasks(frozenset(gone), tuple(texts)))
+    assert erase_from_round(directory, gone)
     assert not any(text in form for text in texts for form in said())
     assert [line for line in trained.rollouts if line["task_id"] not in gone] == lines(directory / "rollouts.jsonl")
     assert finished(directory, trained.spec)
