@@ -26,7 +26,7 @@ OTHERS: Final = {
     " requests: arguments result error",
     "emptied": "conversations: words",
     "errors": "judge_errors: error; events: detail; meta: value; sources: error warning; rounds: reason",
-    "records of erased tasks go": "rounds: result; adapters: comparison probe",
+    "records of erased tasks go": "rounds: result; adapters: probe",
     "made of figures": "deployments: reason error; watches: reason",
     # Times, states, hashes, names of rounds and models, random ids of traces. `subject` of an erasure is emptied when
     # all is erased.
@@ -39,7 +39,7 @@ OTHERS: Final = {
     " available_samples: at target waits_for; round_samples: split;"
     " calibrations: rubric_id rubric_hash judge_hash judge_model created_at;"
     " rounds: name state target trigger parent config_hash rubric_hash dir selection created_at finished_at;"
-    " gate_decisions: decided_at decision; adapters: name parent base_model path sha256 state created_at;"
+    " gate_tests: decided_at decision; adapters: name parent base_model path sha256 state created_at;"
     " deployments: alias active_alias endpoints adapter previous ab_test state report created_at activated_at"
     " retired_at; watches: alias adapter other state figures ends_as created_at ended_at;"
     " watch_units: arm kind version outcome why",
