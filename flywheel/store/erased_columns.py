@@ -33,7 +33,7 @@ EMPTIED: Final[Mapping[Column[Any], Any]] = {
     **dict.fromkeys((replies.c.agent, replies.c.detail, replies.c.user, replies.c.started_at), ""),
     replies.c.skip_reason: None,
     **dict.fromkeys((tasks.c[name] for name in ("agent", "adapter", "started_at", "excluded", "model")), ""),
-    **dict.fromkeys((tasks.c.target, tasks.c.structure, tasks.c.root), ""),
+    **dict.fromkeys((tasks.c.target, tasks.c.structure), ""),
     tasks.c.payload: {},
     conversations.c.words: b"",
     dead_letters.c.error: ERASED,
@@ -52,7 +52,7 @@ RENAMED: Final = frozenset({
 
 REMOVED: Final = frozenset(
     {
-        schema.labels, verdicts, schema.fingerprints, schema.fingerprint_bands, schema.embeddings,
+        schema.labels, verdicts, schema.unsplit, schema.fingerprints, schema.fingerprint_bands, schema.embeddings,
         schema.duplicates, schema.signature_bands, schema.recent_bands, schema.reply_calls,
     }
 )  # fmt: skip

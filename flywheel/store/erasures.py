@@ -501,7 +501,7 @@ def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> No
     for task in ids:
         deduplication.forget(conn, task)
     for some in chunks(ids):
-        for table in (labels, verdicts):
+        for table in (labels, verdicts, schema.unsplit):
             conn.execute(delete(table).where(table.c.task_id.in_(some)))
     used = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.text, sorted(texts))}
     for some in chunks(sorted(texts - used)):
