@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,21 +318,26 @@ def prompt_signatures(queries: Sequence[str]) -> list[PromptSignature]:
 
     Only questions with the same numbers share bands: "What is 3 + 4?" is another question than "What is 3 + 5?".
     """
-    # Words and numbers of a question right after each other: its normalised text is cached for a moment only.
-    texts = [(tuple(sorted(words(query))), numbers(query)) for query in queries]
-    digest = xxhash.xxh3_64_intdigest
-    size = 4 * SIGNATURE_ROWS
-    found = minhash([some for some, _ in texts if some], _hashed_permutations())
-    signatures = []
-    for some, of_text in texts:
-        if not some:
-            signatures.append(PromptSignature())
-            continue
-        signature = next(found)
-        scope = digest("\0".join(of_text).encode("utf-8", "replace")) >> 1
-        keys = [digest(signature[k * size : (k + 1) * size], k) >> 1 ^ scope for k in range(SIGNATURE_BANDS)]
-        signatures.append(PromptSignature(some, tuple(keys)))
-    return signatures
+    found = [opening(query) for query in queries]
+    return [PromptSignature(tuple(each[0]), keys) for each, keys in zip(found, opening_bands(found), strict=True)]
+
+
+def opening(query: str) -> tuple[array[int], int]:
+    """The words of a first question, sorted, and a 63-bit hash of its numbers."""
+    some = array("I", sorted(words(query)))
+    return some, xxhash.xxh3_64_intdigest("\0".join(numbers(query)).encode("utf-8", "replace")) >> 1
+
+
+def opening_bands(openings: Sequence[tuple[array[int], int]]) -> list[tuple[int, ...]]:
+    """The bands of first questions by their words and the hash of their numbers. They are found faster together."""
+    digest, size = xxhash.xxh3_64_intdigest, 4 * SIGNATURE_ROWS
+    found = minhash([some for some, _ in openings if some], _hashed_permutations())
+    bands = []
+    for some, scope in openings:
+        signature = next(found) if some else b""
+        keys = (digest(signature[k * size : (k + 1) * size], k) >> 1 ^ scope for k in range(SIGNATURE_BANDS))
+        bands.append(tuple(keys) if some else ())
+    return bands
 
 
 @cache

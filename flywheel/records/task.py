@@ -20,6 +20,7 @@ from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_BY_ID
 from flywheel.records.selection import TaskClass
+from flywheel.records.similarity import beginning_of, opening
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
 from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply, ToolDefinition
@@ -218,6 +219,8 @@ class Entry(Struct, frozen=True, gc=False):
     - `line`: the task in UTF-8 without a line end; empty if `skip` says why there is none. Its split is provisional,
       as the ledger decides the split of the conversation.
     - `content`: a 63-bit hash of the line and `skip`, which differs if a re-extracted reply differs.
+    - `beginning`: a hash of the beginning of the conversation, 0 without a task.
+    - `words`, `numbers`: what a first turn is compared by (see `similarity.opening`); packed, empty in a later turn.
     - `linked`: the reply's own spans do not show the conversation before it. The ledger finds the earlier turns by
       conversation id and time.
     - `excluded`: why rounds leave the task out (see `exclusion`).
@@ -241,6 +244,9 @@ class Entry(Struct, frozen=True, gc=False):
     key: str
     line: bytes
     content: int
+    beginning: int = 0
+    words: bytes = b""
+    numbers: int = 0
     linked: bool = False
     excluded: str = ""
     model: str = ""
@@ -330,6 +336,7 @@ def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> En
     line = task_line(reply, source)
     whole = line_bytes(line)
     skip = reply.skip
+    words, numbers = (b"", 0) if skip or reply.turn else opened(reply.query)
     reason = line["metadata"]["prompt_reason"]
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     by_id = "" if reply.adapter else BASE_BY_ID
@@ -352,6 +359,9 @@ def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> En
         key=line["task_id"],
         line=b"" if skip else whole,
         content=xxhash.xxh3_64_intdigest(whole.replace(_NO_REFUSAL, b"", 1) + str(skip).encode()) >> 1,
+        beginning=0 if skip else beginning_of(line),
+        words=words,
+        numbers=numbers,
         linked=not (reply.history or reply.model or reply.prompt),
         excluded="" if skip else exclusion.column(excluded),
         model=model,
@@ -367,6 +377,12 @@ def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> En
         user=storable(reply.user),
         service=storable(reply.service),
     )
+
+
+def opened(query: str) -> tuple[bytes, int]:
+    """`words` and `numbers` of an entry with this first question."""
+    words, numbers = opening(query)
+    return words.tobytes(), numbers
 
 
 def storable(text: str) -> str:

@@ -28,7 +28,8 @@ from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceEr
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
 from flywheel.records import skipping
-from flywheel.records.task import Batch, Entry, line_bytes
+from flywheel.records.similarity import beginning_of
+from flywheel.records.task import Batch, Entry, line_bytes, opened
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
@@ -438,7 +439,10 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
         detail = text(entry.detail)
         if not entry.line:
             return msgspec.structs.replace(entry, detail=detail)
-        return msgspec.structs.replace(entry, line=line_bytes(redact(orjson.loads(entry.line))), detail=detail)
+        line = redact(orjson.loads(entry.line))
+        words, numbers = opened(line["main_query"]) if entry.words else (b"", 0)
+        told = {"line": line_bytes(line), "beginning": beginning_of(line), "words": words, "numbers": numbers}
+        return msgspec.structs.replace(entry, detail=detail, **told)
 
     entries: list[Entry] = []
     dead: list[DeadRow] = []

@@ -15,9 +15,10 @@ where exact repetitions are in both splits therefore, the held-out ones leave th
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import orjson
@@ -26,13 +27,9 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Integer,
-    LargeBinary,
     Text,
-    and_,
     bindparam,
     case,
-    cast,
     delete,
     exists,
     func,
@@ -45,25 +42,21 @@ from sqlalchemy import (
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.similarity import (
     NEAR,
-    PromptSignature,
-    beginning_of,
     first_question,
     jaccard,
     normalised,
+    opening_bands,
     prompt_signatures,
 )
 from flywheel.records.states import ABSENT, Split, TaskState
-from flywheel.records.task import NO_CONVERSATION, conversation_key
+from flywheel.records.task import NO_CONVERSATION, Entry
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, rows_in, sql_text
-from flywheel.store.kernel.database import note, noted
-from flywheel.store.kernel.schema import conversations, meta, recent_bands, signature_bands, tasks
+from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks, unsplit
 from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50
 RECENT: Final = 50_000
 """Rows of the table of recent bands, at most: two megabytes."""
-SPLIT_TO: Final = "split_to"
-"""The note with the number of the last task with a split. A mark at each task would write every line twice."""
 
 _SPLITS: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
 _BANDS: Final = [
@@ -82,9 +75,9 @@ _FOLLOWERS: Final = sql_text(
 
 
 def has_split(task: Column[int] = tasks.c.id) -> ColumnElement[bool]:
-    """The tasks with a split, by a column with their numbers."""
-    last = select(cast(meta.c.value, Integer)).where(meta.c.key == literal_column(f"'{SPLIT_TO}'"))
-    return task <= last.scalar_subquery()
+    """The tasks before the first one without a split, by a column with their numbers."""
+    first = func.coalesce(func.min(unsplit.c.task_id), literal_column(str(sys.maxsize)))
+    return task < select(first).scalar_subquery()
 
 
 def conversation() -> ColumnElement[str]:
@@ -93,23 +86,25 @@ def conversation() -> ColumnElement[str]:
     return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
 
 
-def assign(conn: Connection, kept: int | None = None) -> None:
-    """Give every task that has none its split, in the order of their numbers.
+def enter(conn: Connection, entries: Mapping[int, Entry], *, keep: bool = False) -> None:
+    """Note that the tasks with these numbers have no split yet; `keep` if they keep the one that they have."""
+    rows: list[tuple[object, ...]] = [
+        (task, each.split_key, each.beginning, each.words, each.numbers, keep) for task, each in entries.items()
+    ]
+    insert_many(conn, unsplit, ("task_id", "key", "beginning", "words", "numbers", "keeps"), rows, replace=True)
 
-    `kept` is the number of a task whose reply has changed: only the conversation that it belongs to now is noted. A
-    new one gets the split of the task, which stays.
-    """
-    last = int(noted(conn, SPLIT_TO) or 0)
-    which = tasks.c.id > last if kept is None else and_(tasks.c.id == kept, tasks.c.id <= last)
-    turns = list(_turns(conn, which))
+
+def assign(conn: Connection) -> None:
+    """Give every task that has none its split, in the order of their numbers."""
+    query = select(unsplit, tasks.c.split).join(tasks).order_by(unsplit.c.task_id)
+    turns = [_Turn(*row[:6], Split(row.split)) for row in conn.execute(query)]
     if not turns:
         return
-    splits = _Splits(conn, turns, is_given=kept is not None)
-    found = [(turn, splits.of(turn)) for turn in turns]
+    splits = _Splits(conn, turns)
     # The lines of training tasks are right already: they are written once.
     changed = [
-        {"task": turn.task, "to": split.value, "begins": turn.beginning if split is Split.HELD_OUT else None}
-        for turn, split in found
+        {"task": turn.task, "to": split.value, "begins": turn.beginning or None if split is Split.HELD_OUT else None}
+        for turn, split in [(turn, splits.of(turn)) for turn in turns]
         if split is Split.HELD_OUT or split is not turn.split
     ]
     if changed:
@@ -118,31 +113,20 @@ def assign(conn: Connection, kept: int | None = None) -> None:
         values = {"split": to, "beginning": bindparam("begins"), "payload": line}
         conn.execute(update(tasks).where(tasks.c.id == bindparam("task")).values(**values), changed)
     splits.store()
-    if kept is None:
-        note(conn, SPLIT_TO, str(turns[-1].task))
+    conn.execute(delete(unsplit))
 
 
 class _Turn(NamedTuple):
-    """A task and how its conversation (`key`) begins. `split` is that of the hash, or the one that it has. `question`
-    is the first of the conversation, None in a later turn."""
+    """A task and how its conversation (`key`) begins, as in `unsplit`. `split` is that of the hash, or the one that
+    it keeps."""
 
     task: int
     key: str
-    split: Split
     beginning: int
-    question: str | None
-
-
-def _turns(conn: Connection, which: ColumnElement[bool]) -> Iterator[_Turn]:
-    """These tasks in the order of their numbers; not those that were erased."""
-    columns = tasks.c.id, tasks.c.conversation_id, tasks.c.root, tasks.c.split, cast(tasks.c.payload, LargeBinary)
-    query = select(*columns).where(which, tasks.c.state != TaskState.ERASED.value).order_by(tasks.c.id)
-    for number, conversation_id, root, split, payload in conn.execute(query):
-        line = orjson.loads(payload)
-        metadata = line["metadata"]
-        key = conversation_key(root or conversation_id, metadata["trace_id"])
-        question = None if metadata["turn"] else line["main_query"]
-        yield _Turn(number, key, Split(split), beginning_of(line), question)
+    words: bytes
+    numbers: int
+    keeps: bool
+    split: Split
 
 
 class _Conversation(Struct, frozen=True):
@@ -154,17 +138,16 @@ class _Conversation(Struct, frozen=True):
 
 
 class _Splits:
-    """The splits of the conversations of some tasks; `is_given` if the tasks have theirs already."""
+    """The splits of the conversations of some tasks."""
 
-    def __init__(self, conn: Connection, turns: Sequence[_Turn], *, is_given: bool) -> None:
+    def __init__(self, conn: Connection, turns: Sequence[_Turn]) -> None:
         self._conn = conn
-        self._is_given = is_given
         known = _SPLITS.rows(conn, list(dict.fromkeys(turn.key for turn in turns)))
         self._splits = {row.key: Split(row.split) for row in known}
         deciding = {turn.key: turn for turn in reversed(turns) if turn.key not in self._splits}
-        asked = {turn.key: turn.question for turn in deciding.values() if turn.question is not None}
-        self._signatures = dict(zip(asked, prompt_signatures(list(asked.values())), strict=True))
-        bands = {turn.beginning for turn in turns}.union(*(each.bands for each in self._signatures.values()))
+        openings = [(array("I", turn.words), turn.numbers) for turn in deciding.values()]
+        self._bands = dict(zip(deciding, opening_bands(openings), strict=True))
+        bands = {turn.beginning for turn in turns}.union(*self._bands.values())
         self._found: defaultdict[int, list[_Conversation]] = defaultdict(list)
         """Conversations by band and beginning; of a beginning one in each split at most."""
         read: dict[str, _Conversation] = {}
@@ -183,12 +166,12 @@ class _Splits:
         is_new = turn.key not in self._splits
         if is_new:
             self._splits[turn.key] = self._decide(turn)
-        split = turn.split if self._is_given else self._splits[turn.key]
+        split = turn.split if turn.keeps else self._splits[turn.key]
         same = self._beginning(turn)
         if same is not None and same.split is not split:
             self._repeated.add(turn.beginning)
         if same is None:
-            is_noted = is_new or turn.question is not None
+            is_noted = bool(turn.beginning and (is_new or turn.words))
         else:
             is_noted = split is Split.TRAIN and same.split is Split.HELD_OUT
         if is_noted and split is self._splits[turn.key]:
@@ -213,21 +196,21 @@ class _Splits:
 
     def _decide(self, turn: _Turn) -> Split:
         same = self._beginning(turn)
-        if same is not None and (not self._is_given or same.split is turn.split):
+        if same is not None and (not turn.keeps or same.split is turn.split):
             self._new.append((turn.key, same.split.value, same.key, b"", True))
             return same.split
-        signature = self._signatures.get(turn.key, PromptSignature())
-        words, split, follows = frozenset(signature.words), turn.split, turn.key
-        candidates = {each.key: each for band in signature.bands for each in self._found.get(band, ())}
+        words, split, follows = frozenset(array("I", turn.words)), turn.split, turn.key
+        bands = self._bands[turn.key]
+        candidates = {each.key: each for band in bands for each in self._found.get(band, ())}
         share, nearest = max(((jaccard(words, each.words), key) for key, each in candidates.items()), default=(0, ""))
         similar = candidates[nearest] if share >= NEAR else None
-        if similar is not None and not self._is_given and self._followers_of(nearest) < TEMPLATE:
+        if similar is not None and not turn.keeps and self._followers_of(nearest) < TEMPLATE:
             split, follows = similar.split, nearest
             self._followers[follows] += 1
-        self._new.append((turn.key, split.value, follows, array("I", signature.words).tobytes(), False))
+        self._new.append((turn.key, split.value, follows, turn.words, False))
         if similar is None:
             # Of near-duplicates only the first is looked up: the others are found through it.
-            self._enter(_Conversation(turn.key, split, words), *dict.fromkeys(signature.bands))
+            self._enter(_Conversation(turn.key, split, words), *dict.fromkeys(bands))
         return split
 
     def _beginning(self, turn: _Turn) -> _Conversation | None:

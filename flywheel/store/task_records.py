@@ -20,7 +20,7 @@ from flywheel.records.states import ABSENT, TaskState
 from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes, split_of
 from flywheel.store import deduplication, deployments, splits
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
-from flywheel.store.kernel.schema import labels, tasks, verdicts
+from flywheel.store.kernel.schema import labels, tasks, unsplit, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
 
 TURNS: Final = 50
@@ -116,7 +116,7 @@ def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "target", "structure", "root", "payload", "created_at",
+    "target", "structure", "payload", "created_at",
 )  # fmt: skip
 
 
@@ -147,6 +147,7 @@ class TaskRecords:
         now = utcnow()
         first = number = first_free(self._conn, tasks.c.id)
         numbers: dict[str, int] = {}
+        begun: dict[int, Entry] = {}
         # A later turn shows the earlier ones, so linked entries are stored one by one, in the order of their start.
         linked = sorted((entry for entry in entries if entry.linked), key=lambda entry: entry.started_at)
         for some in ([entry for entry in entries if not entry.linked], *([entry] for entry in linked)):
@@ -157,6 +158,7 @@ class TaskRecords:
                 )
                 turns = earlier_turns(self._conn, entry) if entry.linked else []
                 numbers[entry.key] = number
+                begun[number] = _begun(entry, turns)
                 rows.append(
                     (
                         number,
@@ -171,13 +173,13 @@ class TaskRecords:
                         entry.model,
                         entry.target,
                         _structure(entry, turns),
-                        entry.root,
                         _line(entry, turns),
                         now,
                     )
                 )
                 number += 1
             insert_many(self._conn, tasks, _COLUMNS, rows)
+        splits.enter(self._conn, begun)
         record(self._conn, tasks.name, map(str, range(first, number)), None, TaskState.PENDING)
         self.new += number - first
         return numbers
@@ -187,7 +189,8 @@ class TaskRecords:
 
         It is written anew if it is the reply's own `task`, or was withdrawn. Its split stays.
         """
-        found = self._conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == entry.key)).one_or_none()
+        query = select(tasks.c.id, tasks.c.state, unsplit.c.keeps).outerjoin(unsplit).where(tasks.c.key == entry.key)
+        found = self._conn.execute(query).one_or_none()
         if found is None:
             return None
         if found.id == task or found.state == TaskState.WITHDRAWN:
@@ -206,10 +209,9 @@ class TaskRecords:
                     target=entry.target,
                     structure=_structure(entry, turns),
                     excluded=entry.excluded,
-                    root=entry.root,
                 )
             )
-            splits.assign(self._conn, kept=found.id)
+            splits.enter(self._conn, {found.id: _begun(entry, turns)}, keep=found.keeps is not False)
         return int(found.id)
 
 
@@ -228,6 +230,11 @@ def make_due(conn: Connection, task: int) -> None:
 def _structure(entry: Entry, turns: Sequence[tuple[str, str]]) -> str:
     """The class of an entry's task with these earlier turns before it."""
     return TaskClass.SEVERAL_TURNS.value if turns else entry.structure
+
+
+def _begun(entry: Entry, turns: Sequence[tuple[str, str]]) -> Entry:
+    """The entry without how its conversation begins, if these turns were before it: it does not show that."""
+    return replace(entry, beginning=0, words=b"") if turns else entry
 
 
 def _line(entry: Entry, turns: Sequence[tuple[str, str]]) -> bytes:

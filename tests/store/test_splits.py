@@ -8,17 +8,18 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from flywheel.config import IngestSettings, load, parse
+from flywheel.records.similarity import beginning_of
 from flywheel.records.states import Split, TaskState
-from flywheel.records.task import conversation_key, split_of
+from flywheel.records.task import conversation_key, opened, split_of
 from flywheel.records.trace import Reply
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, gate_tests, ledger, samples, splits
 from flywheel.store.kernel.bulk import count_rows
-from flywheel.store.kernel.database import Store, note
-from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks, unsplit
 from flywheel.store.task_file import TaskFile, export_sources
 from flywheel.store.views import left_out, task_counts, task_list
 from flywheel.store.views.lineage import why
@@ -324,9 +325,12 @@ def assigned_at_once(conn: Connection, settings: IngestSettings) -> None:
     """Give the tasks of a state their splits again, all in one step."""
     for table in (recent_bands, signature_bands, conversations):
         conn.execute(delete(table))
-    note(conn, splits.SPLIT_TO, "")
     for row in conn.execute(select(tasks)).all():
-        key = conversation_key(row.conversation_id, row.payload["metadata"]["trace_id"])
+        line = row.payload
+        key = conversation_key(row.conversation_id, line["metadata"]["trace_id"])
+        words, numbers = (b"", 0) if line["metadata"]["turn"] else opened(line["main_query"])
+        values = {"key": key, "beginning": beginning_of(line), "words": words, "numbers": numbers, "keeps": False}
+        conn.execute(insert(unsplit).values(task_id=row.id, **values))
         own = split_of(key, "", train_ratio=settings.train_ratio, seed=settings.split_seed)
         conn.execute(update(tasks).where(tasks.c.id == row.id).values(split=own.value))
     splits.assign(conn)

@@ -31,8 +31,7 @@ SCHEMA_VERSION: Final = 1
 metadata = MetaData()
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
-"""What there is once: the schema, the numbers of the last task in the task file and of the last one with a split, and
-notes for `status`."""
+"""What there is once: the schema, the number of the last task in the task file, notes for `status`."""
 
 sources = Table(
     "sources",
@@ -169,7 +168,6 @@ tasks = Table(
     Column("beginning", BigInteger),
     # Before the payload: SQLite reads a long one whole to reach what is behind it.
     Column("verdict_id", Integer),
-    Column("root", Text, nullable=False, server_default=text("''")),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
@@ -187,10 +185,21 @@ requested model, empty if it is unknown; if the response's id names the version,
 `flywheel.records.request_id.BASE_BY_ID` for the base model. `target` is the target whose samples it can be
 (`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`). `beginning` is a
 hash of the beginning of its conversation, for held-out tasks only. `verdict_id` is the current verdict, see
-`flywheel.store.verdicts.point`. `root` is the conversation whose split it takes, empty for its own. A task that is
-newer than the note `split_to` has no split yet: `split` is that of the hash, see `flywheel.store.splits`. `crashes`
-is how often in a row a process ended while the task was in work; `released` whether a person has released it after it
-was held."""
+`flywheel.store.verdicts.point`. `crashes` is how often in a row a process ended while the task was in work;
+`released` whether a person has released it after it was held."""
+
+unsplit = Table(
+    "unsplit",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("key", Text, nullable=False),
+    Column("beginning", BigInteger, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("numbers", BigInteger, nullable=False),
+    Column("keeps", Boolean, nullable=False),
+)
+"""The tasks without a split, each with the key of its conversation and how that begins, see `flywheel.store.splits`.
+`split` of a task is that of the hash until then. One that `keeps` its split was stored again."""
 
 reply_calls = Table(
     "reply_calls",

@@ -14,9 +14,8 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.task import task_line
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome
-from flywheel.store.kernel.database import Store, note
+from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
-from flywheel.store.splits import SPLIT_TO
 from flywheel.store.verdicts import point
 from tests.factories.trace import START, reply
 
@@ -142,7 +141,6 @@ async def fill(state_dir: Path, judged: Iterable[Judged]) -> list[str]:
             if one.score is not None:
                 rejected = one.state is TaskState.REJECTED
                 add_verdict(conn, number, Outcome.REJECTED if rejected else Outcome.ACCEPTED, one.score)
-            note(conn, SPLIT_TO, str(number))
         return keys
 
     try:
