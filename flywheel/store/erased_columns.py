@@ -31,7 +31,7 @@ from flywheel.store.notices import JUDGE
 
 EMPTIED: Final[Mapping[Column[Any], Any]] = {
     **dict.fromkeys((replies.c.agent, replies.c.detail, replies.c.user, replies.c.started_at), ""),
-    replies.c.skip_reason: None,
+    **dict.fromkeys((replies.c.skip_reason, replies.c.own_id)),
     **dict.fromkeys((tasks.c[name] for name in ("agent", "adapter", "started_at", "excluded", "model")), ""),
     **dict.fromkeys((tasks.c.target, tasks.c.structure), ""),
     tasks.c.payload: {},

@@ -216,6 +216,7 @@ class AgentJetTasks:
             words=(),
             bands=(),
             excluded="",
+            own_id="",
             skip=SkipReason.IN_TASK_FILE,
             detail=f"its question and answer stand in the file that AgentJet wrote at {self._path}",
         )

@@ -72,14 +72,17 @@ replies = Table(
     Column("content", BigInteger),
     Column("user", Text, nullable=False, server_default=text("''")),
     Column("started_at", Text, nullable=False, server_default=text("''")),
+    Column("own_id", Text),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
+    Index("replies_by_own_id", "source_id", "own_id", sqlite_where=text("own_id IS NOT NULL")),
 )
 """The outcome of each reply. `span_id` is its name (`flywheel.store.reply_names`); `started_at` is empty if it could
 not be read; `content` is the content hash of the reply, NULL in rows of older states; `user` is the
-pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id`, `trace_id`
-and `conversation_id` are pseudonyms, and what else it was is empty."""
+pseudonym of the user (`flywheel.store.erasures`), empty if none is known; `own_id` is the id that a file gives a row
+without a question or an answer, until a later row with that id completes it. Of an erased reply, `span_id`,
+`trace_id` and `conversation_id` are pseudonyms, and what else it was is empty."""
 
 erasures = Table(
     "erasures",

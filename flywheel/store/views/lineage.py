@@ -140,7 +140,7 @@ def subject(conn: Connection, name: str) -> Subject | None:
         ("task", tasks.c.key == name),
         ("conversation", replies.c.id.in_(_replies_of_conversation(name))),
         ("trace", replies.c.trace_id == name),
-        ("span", is_of_span(name)),
+        ("span", or_(is_of_span(name), replies.c.own_id == name)),
     )
     for kind, is_its in ways:
         if conn.execute(_replies(replies.c.id).where(is_its).limit(1)).first() is not None:
@@ -232,6 +232,7 @@ def why(conn: Connection, subject: str, takes: TaskScopes = NONE_SELECTED) -> di
                     is_of_span(subject),
                     replies.c.trace_id == subject,
                     replies.c.conversation_id == subject,
+                    replies.c.own_id == subject,
                     tasks.c.key == subject,
                 )
             )
