@@ -312,12 +312,12 @@ async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_i
     assert (report.new, report.counts.replies, report.warnings) == (0, 1, ())
 
 
-async def test_other_images_or_tools_make_another_task(tmp_path: Path, path: Path) -> None:
+async def test_another_id_other_images_or_other_tools_make_another_task(tmp_path: Path, path: Path) -> None:
     tools = [{"type": "function", "function": {"name": name, "maximum": 10**30}} for name in ("add", "sum")]
     parts = [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}]
     seen = {"task_id": "x", "prompt": [{"role": "user", "content": parts}], "answer": "a"}
-    lines = [told("x", "q"), told("x", "q", tools=tools[:1]), told("x", "q", tools=tools[1:]), seen]
-    for new in (4, 0):
+    lines = [told("x", "q"), told("x", "q", tools=tools[:1]), told("x", "q", tools=tools[1:]), seen, told("y", "q")]
+    for new in (5, 0):
         write(path, *lines)
         assert [report.new for report in await ingest(tmp_path, path)] == [new]
         lines.reverse()
@@ -417,6 +417,9 @@ async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_i
         assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 1})
         found = await compared(tmp_path, path)
         assert (found.problems, found.in_ledger, found.not_read_yet, found.gone) == ([], 3, 0, 0)
+    add(path, told("x", "a third question"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (3, {"no_answer": 1})
 
 
 async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(
