@@ -329,7 +329,8 @@ async def _compare_file(store: Store, audit: SourceAudit, source: int | None, pr
     for before, row in rows.completed.items():
         rows.contents.pop(row if before in held.replies else before, None)
     for before, row in rows.edited:
-        if before in held.replies and before not in rows.contents and row not in held.replies:
+        is_gone = before in held.replies and before not in rows.contents
+        if is_gone and row in rows.contents and row not in held.replies:
             rows.contents[before], rows.names[before] = rows.contents.pop(row), rows.names[row]
     found = {row: reply for row, reply in held.replies.items() if row in rows.contents}
     unread = (await _read_file(store, audit.path, source, held.cursor, private)).contents
