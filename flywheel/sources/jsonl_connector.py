@@ -106,7 +106,8 @@ class RowIds:
     def assign(self, conn: Connection, source: int, entries: Sequence[Entry]) -> list[Entry | None]:
         """The entries with the ids of their tasks; None for one without a task whose id a task has already."""
         own = sorted({entry.own_id for entry in entries} - {""})
-        for key, rows in ledger.rows_of_tasks(conn, own).items():
+        hashes = [entry.span_id for entry in entries if entry.own_id]
+        for key, rows in ledger.rows_of_tasks(conn, [*own, *hashes]).items():
             self.rows.setdefault(key, set()).update(rows)
         self._incomplete = ledger.incomplete_rows(conn, source, own) | self._incomplete
         doubtful = [entry.span_id for entry in entries if not entry.line or entry.own_id in self._incomplete]
@@ -126,7 +127,8 @@ class RowIds:
     def _with_task(self, entry: Entry) -> Entry:
         if entry.span_id not in self._known and (earlier := self._incomplete.pop(entry.own_id, "")):
             self.completed[earlier] = entry.span_id
-        if entry.span_id in self.rows.setdefault(entry.own_id, {entry.span_id}):
+        # A task keeps its hash, also where the task with the other id was erased.
+        if entry.span_id not in self.rows and entry.span_id in self.rows.setdefault(entry.own_id, {entry.span_id}):
             return entry
         # Unlike orjson, it keeps integers beyond 64 bits exact.
         task = msgspec.json.decode(entry.line)

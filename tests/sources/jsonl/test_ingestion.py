@@ -374,6 +374,17 @@ async def test_an_erasure_leaves_no_hash_of_a_text(tmp_path: Path, path: Path) -
     assert (report.new, report.counts.replies, report.counts.erased) == (0, 5, 4)
 
 
+async def test_a_task_keeps_its_hash_when_the_task_with_its_id_is_erased(tmp_path: Path, folder: Path) -> None:
+    lines = [told("x", "q", metadata={"conversation_id": "erased"}), told("x", "other")]
+    write(folder / "a.jsonl", *lines)
+    await ingest(tmp_path, folder)
+    store = await Store.open(tmp_path / "state")
+    assert await store.write(erase_rows, Kind.CONVERSATION, "erased") == 1
+    await store.close()
+    write(folder / "b.jsonl", lines[1])
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 0]
+
+
 async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q", "wrong"), told("y", "r"))
     await ingest(tmp_path, path)
