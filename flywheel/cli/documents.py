@@ -115,7 +115,8 @@ class _Entering:
             document, text = passages[at]
             key = _id(self._settings.model, text, number)
             wanted[key] = Assignment(key, document, text, number, self._of_passage[_id(text)])
-        known = ledger.known_replies(conn, ledger.known_source(conn, self._directory) or 0, list(wanted))
+        keys, source = list(wanted), ledger.known_source(conn, self._directory) or 0
+        known = ledger.rows_of_tasks(conn, keys).keys() | ledger.incomplete_rows(conn, source, keys).keys()
         return [each for key, each in wanted.items() if key not in known]
 
     def enter(self, conn: Connection, asked: Assignment, verdict: Verdict) -> None:

@@ -34,7 +34,7 @@ NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 
 
 ID_OF_LINE: Final = "t-"
-"""How the ids begin that lines of files get which have none."""
+"""How ids begin that are hashes."""
 
 METADATA: Final = frozenset({
     "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
@@ -162,6 +162,22 @@ def task_id(trace_id: str, span_id: str, start: str = "") -> str:
     return "t-" + hashlib.sha256(of.encode()).hexdigest()[:20]
 
 
+def row_id(own: str, *said: object) -> str:
+    """The id of a file's row with a task. `own` is the id that the file gives it, empty for none; what is `said` are
+    question, answer, history, images and tools, before anything is redacted."""
+    return hashed([own, *said])
+
+
+def hashed(value: object) -> str:
+    """An id made of a JSON value; the order of keys does not matter."""
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # Numbers beyond 64 bits.
+        text = json.dumps(value, sort_keys=True).encode()
+    return ID_OF_LINE + hashlib.sha256(text).hexdigest()[:20]
+
+
 def conversation_key(conversation_id: str, trace_id: str) -> str:
     """The key of a conversation: its id, or its trace if the id is none."""
     return trace_id if conversation_id in NO_CONVERSATION else conversation_id
@@ -233,6 +249,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `root`: the conversation whose split this one takes; empty for its own.
     - `user`: who asked, as the trace says; empty if it does not. `service`: the service that answered.
     - `waits`: what it needs is not there yet: it is pending, and no task.
+    - `own_id`: the id that a file gives its row; empty if it gives none.
     """
 
     span_id: str
@@ -262,21 +279,12 @@ class Entry(Struct, frozen=True, gc=False):
     user: str = ""
     service: str = ""
     waits: bool = False
+    own_id: str = ""
 
     @property
     def split_key(self) -> str:
         """The key of the conversation whose split this one has: its own, or that of its `root`."""
         return conversation_key(self.root or self.conversation_id, self.trace_id)
-
-
-class KnownReply(NamedTuple):
-    """What the ledger has under a key: a task, or a reply without one.
-
-    `contents` are the content hashes of its replies, None where an older state has none.
-    """
-
-    has_task: bool
-    contents: frozenset[int | None]
 
 
 RawTrace = tuple[dict[int, bytes], bool]

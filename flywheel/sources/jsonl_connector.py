@@ -1,8 +1,9 @@
 """Connects a JSONL file to the ledger: reads it in threads, and stores its tasks under unique ids.
 
-A task's id is the line's own `task_id`, or a hash of its content if another task has that id. An id belongs to the
-first task that has it, in any file. Two lines are the same task if question, answer and history are equal. A line
-without a task (no answer yet, for example) adds nothing to an id that has one.
+A row has an id of its own, a hash of what it says before anything is redacted, by which it is one reply however often
+it is read. The id of its task is the `task_id` that the file gives it, or that hash where a task of another row has
+the `task_id`, in any file. A row without a task (no answer yet, for example) adds nothing to an id that has one; a
+later row with its `task_id` completes it.
 
 Of a batch, a request without a response and a response without a request are replies that are pending. The reply of
 a request becomes that of its response.
@@ -15,27 +16,26 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import orjson
-import xxhash
+import msgspec
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from flywheel.errors import SourceError
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
-from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
+from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.reader import JsonlReader, is_folder
-from flywheel.sources.jsonl.record import BatchEntry, JsonlEntry
+from flywheel.sources.jsonl.record import BatchEntry
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
@@ -45,19 +45,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 RETRY_SECONDS: Final = 300.0
 """Without the Hub, an attempt to read one of its data sets takes half a minute."""
-Redact = Callable[[TaskLine], TaskLine]
 
 
 def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction, each task under an id of its own."""
-    assigned = with_ids(conn, source, TaskIds(), batch.entries)
+    ids = RowIds()
+    assigned = with_ids(conn, source, ids, batch.entries)
     # The texts are the same for every batch, so each is reported once.
     warnings = batch.warnings
     if any(entry and entry.line and entry.key != own.key for entry, own in zip(assigned, batch.entries, strict=True)):
         warnings += ("some lines have the task_id of a different task: these tasks get a hash as their id",)
     if None in assigned:
         warnings += ("some lines without a task have the task_id of a task: they are ignored",)
-    batch = replace(batch, entries=tuple(entry for entry in assigned if entry), warnings=warnings)
+    entries = tuple(entry for entry in assigned if entry and entry.span_id not in ids.completed)
+    batch = replace(batch, entries=entries, warnings=warnings)
     if batch.cursor is not None and ledger.cursor_of(conn, source).generation > batch.cursor.generation:
         # A line was retried since this pass began: the next one reads from the beginning.
         batch = replace(batch, cursor=None)
@@ -66,18 +67,14 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
         for entry in reversed(batch.entries)
         if isinstance(entry, BatchEntry) and entry.request and not entry.waits
     }
-    ledger.complete(conn, source, answered)
+    ledger.complete(conn, source, answered | ids.completed)
     return ledger.record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
 
 
-def with_ids(conn: Connection, source: int, ids: TaskIds, entries: tuple[Entry, ...]) -> list[Entry | None]:
+def with_ids(conn: Connection, source: int, ids: RowIds, entries: Sequence[Entry]) -> list[Entry | None]:
     """The entries with the ids that they have in the ledger or will get; None for one that adds nothing."""
-    keys = {entry.key for entry in entries}
-    keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    in_ledger = ledger.known_replies(conn, source, sorted(keys))
     settled = _settled(conn, source, [entry for entry in entries if isinstance(entry, BatchEntry)])
-    assigned = ids.assign(entries, in_ledger, partial(ledger.line_of, conn))
-    return [None if entry is not None and entry.span_id in settled else entry for entry in assigned]
+    return [None if entry and entry.span_id in settled else entry for entry in ids.assign(conn, source, entries)]
 
 
 def _settled(conn: Connection, source: int, entries: Sequence[BatchEntry]) -> set[str]:
@@ -91,90 +88,52 @@ def _settled(conn: Connection, source: int, entries: Sequence[BatchEntry]) -> se
     return ledger.joined_otherwise(conn, source, joined)
 
 
-class _Owner:
-    """What an id stands for: the content hashes of its lines, whether it is a task, and that task's identity."""
+class RowIds:
+    """Finds the ids of tasks for the rows of a file, which are given one after the other.
 
-    __slots__ = ("contents", "has_task", "identity", "line")
-
-    def __init__(self, in_ledger: KnownReply | None) -> None:
-        self.contents: set[int | None] = set(in_ledger.contents) if in_ledger else set()
-        self.has_task = in_ledger is not None and in_ledger.has_task
-        self.line = b""
-        """The task's line, held until `identity` is computed; empty for a task of the ledger."""
-        self.identity = b""
-
-
-class TaskIds:
-    """Assigns ids to entries that are read one after the other. Its own assignments go before those of the ledger.
-
-    Lines are compared as they are stored, so `redact` is applied first.
+    A task has the id that the file gives its row, unless that is another row's: then it has the row's own, a hash.
     """
 
-    def __init__(self, redact: Redact | None = None) -> None:
-        self._redact: Redact = redact or (lambda task: task)
-        self._owners: dict[str, _Owner] = {}
-        self._with_line: list[_Owner] = []
+    def __init__(self) -> None:
+        self.rows: dict[str, set[str]] = {}
+        """The rows of tasks, by the ids of the tasks."""
+        self.completed: dict[str, str] = {}
+        """Rows that had no question or no answer, each with the later one that has both."""
+        self._incomplete: dict[str, str] = {}
+        """Such rows by the ids that the file gives them, as long as nothing completes them."""
+        self._known: set[str] = set()
 
-    def assign(
-        self, entries: Iterable[Entry], in_ledger: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
-    ) -> list[Entry | None]:
-        """The entries with their final ids, None for one that adds nothing.
+    def assign(self, conn: Connection, source: int, entries: Sequence[Entry]) -> list[Entry | None]:
+        """The entries with the ids of their tasks; None for one without a task whose id a task has already."""
+        own = sorted({entry.own_id for entry in entries} - {""})
+        hashes = [entry.span_id for entry in entries if entry.own_id]
+        for key, rows in ledger.rows_of_tasks(conn, [*own, *hashes]).items():
+            self.rows.setdefault(key, set()).update(rows)
+        self._incomplete = ledger.incomplete_rows(conn, source, own) | self._incomplete
+        doubtful = [entry.span_id for entry in entries if not entry.line or entry.own_id in self._incomplete]
+        self._known = ledger.known_spans(conn, source, doubtful)
+        return [self._assigned(entry) if entry.own_id else entry for entry in entries]
 
-        `known` holds what the ledger has for the entries' keys, and for the `otherwise` of those without a task.
-        `line_of` returns the stored line of an id.
-        """
-        for owner in self._with_line:
-            # Only the lines of the last call are held; a hash of the others is enough.
-            owner.identity, owner.line = owner.identity or self._identity(owner.line), b""
-        self._with_line.clear()
-        return [
-            self._assigned(entry, in_ledger, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries
-        ]
-
-    def _assigned(
-        self, entry: JsonlEntry, in_ledger: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
-    ) -> JsonlEntry | None:
-        if entry.otherwise == entry.key:
+    def _assigned(self, entry: Entry) -> Entry | None:
+        if entry.line:
+            return self._with_task(entry)
+        if entry.span_id in self._known:
             return entry
-        owner = self._owners.get(entry.key)
-        if owner is None:
-            owner = self._owners[entry.key] = _Owner(in_ledger.get(entry.key))
-        if self._owns(owner, entry, line_of):
-            owner.contents.add(entry.content)
-            if entry.line and not owner.has_task:
-                owner.has_task, owner.line = True, entry.line
-                self._with_line.append(owner)
-            return entry
-        if not entry.line and owner.has_task and entry.otherwise not in in_ledger:
+        if entry.own_id in self.rows:
             return None
-        line = entry.line
-        if line:
-            task: TaskLine = orjson.loads(line)
-            task["task_id"] = task["metadata"]["span_id"] = entry.otherwise
-            line = line_bytes(task)
-        return replace(entry, key=entry.otherwise, span_id=entry.otherwise, line=line)
+        first = self._incomplete.setdefault(entry.own_id, entry.span_id)
+        return entry if first == entry.span_id else replace(entry, own_id="")
 
-    def _owns(self, owner: _Owner, entry: JsonlEntry, line_of: Callable[[str], bytes]) -> bool:
-        """Whether the entry's own id is free, or stands for the same task."""
-        if not owner.contents or entry.content in owner.contents:
-            return True
-        if not owner.has_task:
-            # A line without an answer may have been completed.
-            return bool(entry.line) or None in owner.contents
-        if not entry.line:
-            return False
-        if not owner.identity:
-            owner.identity = self._identity(owner.line) if owner.line else _hash(orjson.loads(line_of(entry.key)))
-        return self._identity(entry.line) == owner.identity
-
-    def _identity(self, line: bytes) -> bytes:
-        return _hash(self._redact(orjson.loads(line)))
-
-
-def _hash(task: Mapping[str, Any]) -> bytes:
-    """A hash of question, answer, history and images."""
-    content = (task["question"], task["answer"], task["init_messages"], task["metadata"].get("images_json"))
-    return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
+    def _with_task(self, entry: Entry) -> Entry:
+        if entry.span_id not in self._known and (earlier := self._incomplete.pop(entry.own_id, "")):
+            self.completed[earlier] = entry.span_id
+        # A task keeps its hash, also where the task with the other id was erased.
+        if entry.span_id not in self.rows and entry.span_id in self.rows.setdefault(entry.own_id, {entry.span_id}):
+            return entry
+        # Unlike orjson, it keeps integers beyond 64 bits exact.
+        task = msgspec.json.decode(entry.line)
+        task["task_id"] = task["metadata"]["span_id"] = entry.span_id
+        return replace(entry, key=entry.span_id, line=line_bytes(task))
 
 
 class KeptOpen:

@@ -17,19 +17,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
 from msgspec.structs import replace
 from sqlalchemy import (
     Connection,
-    LargeBinary,
     Row,
     Text,
     bindparam,
-    cast,
+    case,
     delete,
     exists,
     func,
     insert,
     literal_column,
+    null,
     or_,
     select,
     type_coerce,
@@ -37,7 +38,7 @@ from sqlalchemy import (
 )
 
 from flywheel.records.states import ReplyState, SkipReason, TaskState
-from flywheel.records.task import Batch, Entry, KnownReply, line_bytes, storable
+from flywheel.records.task import ID_OF_LINE, Batch, Entry, line_bytes, row_id, storable
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.store.checkpoints import checkpoints_of, reopen, store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
@@ -69,17 +70,15 @@ _MISSING_CALLS: Final = Lookup(
 CHANGED: Final = "changed"
 _FREE: Final = frozenset({TaskState.PENDING, TaskState.UNDECIDED, TaskState.REJECTED, TaskState.HELD})
 """States that a task can have for which nothing was paid."""
-_REPLIES_OF_TASKS: Final = Lookup(
-    select(tasks.c.key.label("key"), replies.c.content).select_from(
-        tasks.outerjoin(replies, replies.c.task_id == tasks.c.id)
-    ),
+_IS_OF_ROW: Final = replies.c.span_id.like(literal_column(f"'{ID_OF_LINE}%'"))
+_ROWS_OF_TASKS: Final = Lookup(
+    select(
+        tasks.c.key, replies.c.span_id, case((_IS_OF_ROW, null()), else_=tasks.c.payload).label("line")
+    ).select_from(tasks.outerjoin(replies, replies.c.task_id == tasks.c.id)),
     tasks.c.key,
 )
-_REPLIES_WITHOUT_TASK: Final = Lookup(
-    select(replies.c.span_id.label("key"), replies.c.content).where(
-        replies.c.source_id == bindparam("source"), replies.c.task_id.is_(None)
-    ),
-    replies.c.span_id,
+_INCOMPLETE_ROWS: Final = Lookup(
+    select(replies.c.own_id, replies.c.span_id).where(replies.c.source_id == bindparam("source")), replies.c.own_id
 )
 
 
@@ -138,26 +137,35 @@ def _set(conn: Connection, reply: int, entry: Entry) -> None:
     conn.execute(update(replies).where(replies.c.id == reply).values(**values))
 
 
-def known_replies(conn: Connection, source: int, keys: Sequence[str]) -> dict[str, KnownReply]:
-    """What is stored under these keys: tasks of any source, and replies of this source that have no task."""
-    found: dict[str, KnownReply] = {}
-    with_task, without = _REPLIES_OF_TASKS.rows(conn, keys), _REPLIES_WITHOUT_TASK.rows(conn, keys, source)
-    for rows, has_task in ((with_task, True), (without, False)):
-        for row in rows:
-            before = found.get(row.key, KnownReply(has_task, frozenset()))
-            found[row.key] = KnownReply(before.has_task, before.contents | {row.content})
+def rows_of_tasks(conn: Connection, keys: Sequence[str]) -> dict[str, set[str]]:
+    """The rows of files that these tasks are, by the tasks' keys. The reply of a trace is the row that an export has
+    of it."""
+    found: dict[str, set[str]] = {}
+    for row in _ROWS_OF_TASKS.rows(conn, keys):
+        found.setdefault(row.key, set()).add(_row_of(row.key, row.line) if row.line else row.span_id)
     return found
 
 
-def line_of(conn: Connection, key: str) -> bytes:
-    """The line of a task by its key."""
-    return bytes(conn.execute(select(cast(tasks.c.payload, LargeBinary)).where(tasks.c.key == key)).scalar_one())
+def _row_of(key: str, text: str) -> str:
+    line = orjson.loads(text)
+    images, tools = (orjson.loads(line["metadata"][name]) for name in ("images_json", "tools_json"))
+    return row_id(key, line["question"], line["answer"], line["init_messages"], images, tools)
+
+
+def incomplete_rows(conn: Connection, source: int, own_ids: Sequence[str]) -> dict[str, str]:
+    """The replies of this source without a task to which a file gives one of these ids, by the ids."""
+    return {row.own_id: row.span_id for row in _INCOMPLETE_ROWS.rows(conn, own_ids, source)}
+
+
+def known_spans(conn: Connection, source: int, spans: Sequence[str]) -> set[str]:
+    """Those of these spans that are replies of this source."""
+    return {row.span_id for row in _KNOWN.rows(conn, spans, source)}
 
 
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
 _REPLY_COLUMNS: Final = (
     "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
-    "content", "user", "started_at", "created_at",
+    "content", "user", "started_at", "own_id", "created_at",
 )  # fmt: skip
 
 
@@ -346,6 +354,7 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
                 entry.content,
                 users[entry.user],
                 entry.started_at,
+                None if has_task else entry.own_id or None,
                 now,
             )
         )
@@ -373,9 +382,10 @@ def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
     dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
 
 
-_OPEN: Final = Lookup(
+_WAITING: Final = Lookup(
     select(replies.c.id, replies.c.span_id).where(
-        replies.c.source_id == bindparam("source"), replies.c.state == literal_column(f"'{ReplyState.OPEN.value}'")
+        replies.c.source_id == bindparam("source"),
+        or_(replies.c.state == literal_column(f"'{ReplyState.OPEN.value}'"), replies.c.own_id.is_not(None)),
     ),
     replies.c.span_id,
 )
@@ -387,11 +397,12 @@ _OF_TRACES: Final = Lookup(
 
 def complete(conn: Connection, source: int, spans: Mapping[str, str]) -> None:
     """Give replies that wait (keys) the spans of what completes them (values), unless these are replies already."""
-    waiting = list(_OPEN.rows(conn, list(spans), source))
-    known = {row.span_id for row in _KNOWN.rows(conn, [spans[row.span_id] for row in waiting], source)}
+    waiting = list(_WAITING.rows(conn, list(spans), source))
+    known = known_spans(conn, source, [spans[row.span_id] for row in waiting])
     for row in waiting:
         if spans[row.span_id] not in known:
-            conn.execute(update(replies).where(replies.c.id == row.id).values(span_id=spans[row.span_id]))
+            values = {"span_id": spans[row.span_id], "own_id": None}
+            conn.execute(update(replies).where(replies.c.id == row.id).values(**values))
         else:
             why = "what it waited for was stored as a reply of its own"
             move(

@@ -214,6 +214,7 @@ class AgentJetTasks:
             entry,
             line=b"",
             excluded="",
+            own_id="",
             skip=SkipReason.IN_TASK_FILE,
             detail=f"its question and answer stand in the file that AgentJet wrote at {self._path}",
         )

@@ -68,7 +68,7 @@ def test_a_reply_that_the_ledger_has_lost_is_missing(flywheel: Run, ingested: Pa
     span, task = execute(state, converted)[0]
     execute(state, "DELETE FROM replies WHERE span_id = ?", span)
     execute(state, "DELETE FROM tasks WHERE id = ?", task)
-    execute(state, "DELETE FROM replies WHERE span_id = 'line-3'")
+    execute(state, "DELETE FROM replies WHERE task_id = (SELECT id FROM tasks WHERE key = 'line-3')")
     found = deep(flywheel, ingested, code=1)
     assert [source["missing"] for source in found["sources"]] == [1, 1]
     assert any(span in problem for problem in found["problems"])

@@ -21,8 +21,6 @@ from msgspec.structs import replace
 
 from flywheel.config import Config
 from flywheel.errors import CallLogError, SourceError
-from flywheel.judge.filters.chain import redactor_of
-from flywheel.judge.filters.pii import Redactor
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
@@ -32,7 +30,7 @@ from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.reader import JsonlReader, is_folder
-from flywheel.sources.jsonl_connector import TaskIds, with_ids
+from flywheel.sources.jsonl_connector import RowIds, with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
 from flywheel.sources.studio.database import shown
@@ -140,7 +138,6 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
     """Compare every configured source with the ledger. A source that cannot be read is reported as a problem."""
     audits = []
     ingestion = Ingestion(store, config)
-    redact = redactor_of(config)
     try:
         for source in ingestion.sources():
             audit = SourceAudit(source.path, source.connector.type)
@@ -153,7 +150,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                         store, source.connector.selection, audit, number, _call_log_copy(ingestion)
                     ).run(scan)
                 else:
-                    met = await _compare_file(store, redact, audit, number, config.privacy.exclude.names)
+                    met = await _compare_file(store, audit, number, config.privacy.exclude.names)
                 audit.gone = len(before - met)
             except (SourceError, CallLogError) as error:
                 audit.condition = error.condition if isinstance(error, SourceError) else "failing"
@@ -324,59 +321,64 @@ def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
 
 
-async def _compare_file(
-    store: Store, redact: Redactor | None, audit: SourceAudit, source: int | None, private: PrivateNames
-) -> set[int]:
+async def _compare_file(store: Store, audit: SourceAudit, source: int | None, private: PrivateNames) -> set[int]:
     """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
-    tasks, renamed = await _read_file(store, redact, audit.path, source, Cursor(), private)
+    rows = await _read_file(store, audit.path, source, Cursor(), private)
     if source is None:
-        audit.not_read_yet = len(tasks)
+        audit.not_read_yet = len(rows.contents.keys() - rows.completed.keys())
         return set()
-    held = await store.read(ledger.snapshot, source, [], dict.fromkeys([*tasks, *renamed.values()], ("", "")))
-    for name, own in renamed.items():
-        if name not in held.replies and own not in tasks:
-            # No other line has its own id now: it is the line stored under that id, with different content.
-            tasks[own] = tasks.pop(name)
-    replies = {name: reply for name, reply in held.replies.items() if name in tasks}
-    unread, _ = await _read_file(store, redact, audit.path, source, held.cursor, private)
-    audit.missing = [name for name in tasks if name not in replies and name not in unread]
-    audit.in_ledger = len(replies)
-    audit.not_read_yet = len(tasks) - audit.in_ledger - len(audit.missing)
-    audit.changed = [name for name, reply in replies.items() if name not in unread and _differs(reply, tasks[name])]
-    return {reply.number for reply in replies.values()}
+    named = [*rows.contents, *(before for before, _ in rows.edited)]
+    held = await store.read(ledger.snapshot, source, [], dict.fromkeys(named, ("", "")))
+    for before, row in rows.completed.items():
+        rows.contents.pop(row if before in held.replies else before, None)
+    for before, row in rows.edited:
+        is_gone = before in held.replies and before not in rows.contents
+        if is_gone and row in rows.contents and row not in held.replies:
+            rows.contents[before], rows.names[before] = rows.contents.pop(row), rows.names[row]
+    found = {row: reply for row, reply in held.replies.items() if row in rows.contents}
+    unread = (await _read_file(store, audit.path, source, held.cursor, private)).contents
+    audit.missing = [rows.names[row] for row in rows.contents if row not in found and row not in unread]
+    audit.in_ledger = len(found)
+    audit.not_read_yet = len(rows.contents) - audit.in_ledger - len(audit.missing)
+    audit.changed = [
+        rows.names[row] for row, reply in found.items() if row not in unread and _differs(reply, rows.contents[row])
+    ]
+    return {reply.number for reply in found.values()}
 
 
-async def _read_file(
-    store: Store,
-    redact: Redactor | None,
-    path: Path,
-    source: int | None,
-    cursor: Cursor,
-    private: PrivateNames,
-) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What a pass from the cursor on would store: content hashes by id, None for a dead line.
+@dataclass(slots=True)
+class _Rows:
+    """What a pass over a file would store, by row: content hashes (None for a dead line), and the ids for people.
+    Rows may have been `edited`: what the ledger has under the same id is not in the file, and comes first. Those that
+    are `completed` by a later row are one reply with it."""
 
-    The second result maps the ids of tasks that get another id than their own to their own ids.
-    """
-    contents: dict[str, int | None] = {}
-    renamed: dict[str, str] = {}
-    ids = TaskIds(redact)
+    contents: dict[str, int | None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    edited: list[tuple[str, str]] = field(default_factory=list)
+    completed: dict[str, str] = field(default_factory=dict)
+
+
+async def _read_file(store: Store, path: Path, source: int | None, cursor: Cursor, private: PrivateNames) -> _Rows:
+    """The rows from the cursor on."""
+    read, ids = _Rows(), RowIds()
     reader = await asyncio.to_thread(_reader_of, path, private)
     try:
         batches = reader.read(cursor, final=True)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            contents |= {row.span_id: None for row in batch.dead}
-            for own, entry in zip(
-                batch.entries, await store.read(with_ids, source or 0, ids, batch.entries), strict=True
-            ):
+            for dead in batch.dead:
+                read.contents[dead.span_id], read.names[dead.span_id] = None, dead.span_id
+            for entry in await store.read(with_ids, source or 0, ids, batch.entries):
                 if entry:
-                    contents[entry.span_id] = entry.content
-                    if entry.key != own.key:
-                        renamed[entry.key] = own.key
+                    read.contents[entry.span_id] = entry.content
+                    read.names[entry.span_id] = entry.own_id or entry.span_id
     finally:
         if isinstance(reader, JsonlReader):
             reader.close()
-    return contents, renamed
+    read.completed = ids.completed
+    for row in read.contents:
+        gone = ids.rows.get(read.names[row], set()) - read.contents.keys()
+        read.edited += ((before, row) for before in sorted(gone))
+    return read
 
 
 def _reader_of(path: Path, private: PrivateNames) -> JsonlReader | BatchReader:

@@ -25,7 +25,7 @@ from flywheel.records.round import METRICS_FILE
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
 from flywheel.serving.server.vllm_command import chat_arguments
-from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed, unread_in
+from flywheel.sources.jsonl.reader import JsonlFile, files_of, unread_in
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of
@@ -154,8 +154,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
         case JsonlSource():
             files = files_of(path)
             for file in files:
-                if not is_listed(file):
-                    JsonlFile(file).close()
+                JsonlFile(file).close()
             size = sum(file.stat().st_size for file in files)
             text, figures = (
                 f"task lines, {quantity(len(files), 'file')}, {byte_size(size)}",

@@ -35,7 +35,6 @@ from flywheel.sources.jsonl.reader import (
     dead_line,
     files_of,
     fingerprint,
-    is_listed,
     noted,
     resume,
 )
@@ -139,7 +138,6 @@ class BatchReader:
         files: dict[Path, JsonlFile] = {}
         try:
             for path in files_of(self.path):
-                # A folder is among its files if the name of one of them cannot be stored.
                 if path in self._batch_files:
                     files[path] = JsonlFile(path)
             yield from self._read(files, cursor, is_final=final)
@@ -147,7 +145,6 @@ class BatchReader:
             for file in files.values():
                 self.longest_read_ms = max(self.longest_read_ms, file.longest_read_ms)
                 file.close()
-        is_listed(self.path)  # raises if a file has a name that cannot be stored
 
     def _read(self, files: dict[Path, JsonlFile], cursor: Cursor, *, is_final: bool) -> Iterator[Batch]:
         if not files and not cursor.rowid:

@@ -102,17 +102,25 @@ def fingerprint(text: bytes) -> str:
 def files_of(path: Path) -> list[Path]:
     """The files of a source path: the path itself, or a directory's files of lines, sorted by name.
 
-    A directory is itself included if a file in it cannot be read; reading it reports why. Raises SourceError if
-    nothing exists at `path`.
+    Raises SourceError if nothing exists at `path`, or if it cannot be listed.
     """
     try:
-        if not path.is_dir():
-            path.stat()
-            return [path]
-        named, misnamed = _files_in(path)
+        if path.is_dir():
+            return sorted(file for file in path.iterdir() if _is_read(file.name) and file.is_file())
+        path.stat()
+        return [path]
     except OSError as error:
         raise _unreadable(path, error) from error
-    return [*named, path] if misnamed else named
+
+
+def _is_read(name: str) -> bool:
+    """Whether files with this name are read. A name that is not UTF-8 cannot be stored."""
+    return holds_lines(Path(name)) and _shown(name) == name
+
+
+def _shown(name: str) -> str:
+    """A file's name with bytes that are not UTF-8 as escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def is_folder(path: Path) -> bool:
@@ -123,35 +131,6 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def is_listed(path: Path) -> bool:
-    """Whether this is a directory, whose files are sources of their own.
-
-    Raises SourceError if it cannot be listed, or if the name of a file in it is not valid UTF-8.
-    """
-    try:
-        if not path.is_dir():
-            return False
-        misnamed = _files_in(path)[1]
-    except PermissionError as error:
-        raise _unreadable(path, error) from error
-    except OSError:
-        return False  # opening it reports a better error
-    if misnamed:
-        raise SourceError(
-            f"read {path}",
-            f"the name of a file in it is not UTF-8: {os.fsencode(misnamed[0].name)!r}",
-            "Rename it. The other files are read.",
-        )
-    return True
-
-
-def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files of lines in a directory: those with a valid name, and those whose name is not UTF-8."""
-    files = sorted(file for file in path.iterdir() if holds_lines(file) and file.is_file())
-    misnamed = [file for file in files if any("\ud800" <= char <= "\udfff" for char in file.name)]
-    return [file for file in files if file not in misnamed], misnamed
-
-
 def unread_in(path: Path) -> str:
     """What is in a directory and is not read, by kind and name. Other files, such as notes, count only where nothing
     is read. Empty for none, and for a directory that cannot be listed."""
@@ -159,22 +138,28 @@ def unread_in(path: Path) -> str:
     is_read, others = False, []
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         for each in sorted(entries, key=lambda entry: entry.name):
-            name = Path(each.name)
-            if each.name.startswith("."):
+            name = _shown(each.name)
+            if name.startswith("."):
                 continue
             if each.is_dir():
-                kinds.setdefault("subfolder", []).append(each.name)
+                kinds.setdefault("subfolder", []).append(name)
             elif each.is_symlink() and not Path(each.path).exists():
-                kinds.setdefault("link to nothing", []).append(each.name)
-            elif holds_lines(name):
+                kinds.setdefault("link to nothing", []).append(name)
+            elif _is_read(each.name):
                 is_read = True
-            elif name.suffix.lower() in _PACKED:
-                kinds.setdefault("compressed file", []).append(each.name)
+            elif holds_lines(Path(name)):
+                kinds.setdefault("file whose name is not UTF-8", []).append(name)
+            elif Path(name).suffix.lower() in _PACKED:
+                kinds.setdefault("compressed file", []).append(name)
             else:
-                others.append(each.name)
+                others.append(name)
     if others and not is_read:
         kinds["file of another name"] = others
-    several = {"file of another name": "files of other names", "link to nothing": "links to nothing"}
+    several = {
+        "file of another name": "files of other names",
+        "file whose name is not UTF-8": "files whose names are not UTF-8",
+        "link to nothing": "links to nothing",
+    }
     counted = []
     for kind, names in kinds.items():
         some = ", ".join(names if len(names) <= 3 else [*names[:3], "…"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,13 +28,14 @@ from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames, named_in
 from flywheel.records.states import SkipReason
 from flywheel.records.task import (
-    ID_OF_LINE,
     METADATA,
     Entry,
     TaskLine,
     class_of,
     entry_of,
+    hashed,
     line_bytes,
+    row_id,
     storable,
     task_line,
 )
@@ -280,31 +280,25 @@ _ROUNDED: Final = 2.0**63
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
-class JsonlEntry(Entry, frozen=True, gc=False):
-    """A line's entry, under the line's own id. `otherwise` is its key if another task has that id."""
-
-    otherwise: str = ""
-
-
 def entry_of_line(
     text: bytes, source: Path, now: datetime, models: TrainedModels = ANY_MODEL, private: PrivateNames = NOBODY
-) -> JsonlEntry:
+) -> Entry:
     """The task that a line holds, or why it is skipped. Raises LineError.
 
-    The same line is the same task whenever and wherever it is read. `now` is the time of a line without one. `models`
-    says whose tasks are trained on, and `private` of whom only a count is kept.
+    The same line is the same task whenever and wherever it is read: `span_id` is the id of the row, and `key` the one
+    that the file gives it, if it does. `now` is the time of a line without one. `models` says whose tasks are trained
+    on, and `private` of whom only a count is kept.
     """
     line = _parsed(text)
     content = _content(line)
-    read = _reply(_exact(line, text), text, now)
-    reply, otherwise = read.reply, read.otherwise
+    reply, row = _reply(_exact(line, text), text, now)[:2]
     if private.cover(users=(reply.user,), conversations=(reply.conversation_id,), agents=(reply.agent,)):
         # Its time may be that of now, so its hash says nothing.
-        counted = replace(entry_of(reply.without_content(), str(source)), key=reply.span_id, content=0)
-        return JsonlEntry(**asdict(counted), otherwise="")
+        return replace(entry_of(reply.without_content(), str(source)), key=reply.span_id, content=0)
     task = _task(line, reply, source)
-    entry = replace(
+    return replace(
         entry_of(reply, str(source), models),
+        span_id=row,
         key=reply.span_id,
         line=b"" if reply.skip else line_bytes(task),
         content=content,
@@ -312,8 +306,8 @@ def entry_of_line(
         linked=False,
         asked_alias="",
         follows=False,
+        own_id="" if reply.span_id == row else reply.span_id,
     )
-    return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
 class BatchEntry(Entry, frozen=True, gc=False):
@@ -572,10 +566,10 @@ def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:
 
 
 class _Line(NamedTuple):
-    """What a line says. `otherwise` is its key if another task has its id; see DataRow for the others."""
+    """What a line says. `row` is the id of the row; see DataRow for the others."""
 
     reply: Reply
-    otherwise: str
+    row: str
     messages: tuple[ChatMessage, ...]
     unread: tuple[str, ...]
 
@@ -605,21 +599,23 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
     unread += (key for key in _ROW_KEYS if line.get(key) not in _NOTHING and key not in read_elsewhere)
     unread += (key for key in _REASONING if line.get(key) not in (*_NOTHING, reasoning))
     skip, detail = _skip(parts)
-    otherwise = _id(
-        {"line": xxhash.xxh3_128_hexdigest(text.strip())}
+    own = _own_id(line)
+    history = tuple({key: message[key] for key in message if key != "weight"} for message in parts.history)
+    images = parts.images or tuple(str(image) for image in _json(metadata, "images_json", list))
+    row = (
+        hashed({"line": xxhash.xxh3_128_hexdigest(text.strip())})
         if skip
-        else [parts.query, parts.answered.text, parts.history, parts.images]
+        else row_id(own, parts.query, parts.answered.text, history, images, tools)
     )
-    key = _own_id(line) or otherwise
     started = _time(metadata, "started_at") or now
     steps = parts.answered.steps or _trajectory(metadata)
     messages = parts.answered.messages
     if not messages and parts.answered.text.strip():
         messages = (*steps, _answer_of(parts.answered.text, reasoning))
     reply = Reply(
-        span_id=key,
+        span_id=own or row,
         # Several answers to one question belong to one split.
-        trace_id=_text(metadata, "trace_id") or _id([parts.query, parts.history]),
+        trace_id=_text(metadata, "trace_id") or hashed([parts.query, parts.history]),
         conversation_id=_text(metadata, "conversation_id", int),
         user=_text(metadata, "user_id", int),
         agent=_text(metadata, "agent_name"),
@@ -634,10 +630,10 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
         turn=_count(metadata, "turn")
         if "turn" in metadata
         else sum(message["role"] == "user" for message in parts.history),
-        history=tuple({key: message[key] for key in message if key != "weight"} for message in parts.history),
+        history=history,
         trajectory=steps,
         tools=tools,
-        images=parts.images or tuple(str(image) for image in _json(metadata, "images_json", list)),
+        images=images,
         structured=_json(metadata, "structured_json", dict) or None,
         errors=tuple(str(error) for error in _json(metadata, "errors_json", list)),
         reasoning=reasoning,
@@ -653,7 +649,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
         skip=skip,
         skip_detail=detail,
     )
-    return _Line(reply, otherwise, messages, tuple(dict.fromkeys(unread)))
+    return _Line(reply, row, messages, tuple(dict.fromkeys(unread)))
 
 
 def _list(holder: Mapping[str, Any], key: str) -> list[Any]:
@@ -887,10 +883,6 @@ def _own_id(line: Mapping[str, Any]) -> str:
     own = line.get("task_id")
     usable = isinstance(own, str) and own.strip() and own not in NO_ID and len(own) <= MAX_ID and own.isprintable()
     return str(own) if usable else ""
-
-
-def _id(value: Any) -> str:
-    return ID_OF_LINE + hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:20]
 
 
 def _text(metadata: Mapping[str, Any], key: str, *also: type) -> str:

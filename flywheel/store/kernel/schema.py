@@ -72,13 +72,16 @@ replies = Table(
     Column("content", BigInteger),
     Column("user", Text, nullable=False, server_default=text("''")),
     Column("started_at", Text, nullable=False, server_default=text("''")),
+    Column("own_id", Text),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
+    Index("replies_by_own_id", "source_id", "own_id", sqlite_where=text("own_id IS NOT NULL")),
 )
 """The outcome of each reply. `span_id` is its name (`flywheel.store.reply_names`); `started_at` is empty if it could
 not be read; `content` is the content hash of the reply, NULL if it is dead or erased; `user` is the
-pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id` and
+pseudonym of the user (`flywheel.store.erasures`), empty if none is known; `own_id` is the id that a file gives a row
+without a question or an answer, until a later row with that id completes it. Of an erased reply, `span_id` and
 `trace_id` are pseudonyms, `started_at` is the day, empty if it is not certain, and what else it was is empty."""
 
 erasures = Table(

@@ -120,7 +120,7 @@ def subject(conn: Connection, name: str) -> Subject | None:
         ("task", tasks.c.key == name),
         ("conversation", replies.c.id.in_(_replies_of_conversation(name))),
         ("trace", replies.c.trace_id == name),
-        ("span", is_of_span(name)),
+        ("span", or_(is_of_span(name), replies.c.own_id == name)),
     )
     for kind, is_its in ways:
         if conn.execute(_replies(replies.c.id).where(is_its).limit(1)).first() is not None:

@@ -13,15 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import Connection, select, update
 
 from flywheel.cli.audit.deep_audit import SourceAudit, compare_sources
 from flywheel.config import Config, parse
+from flywheel.records.task import entry_of
 from flywheel.sources.ingestion import Ingestion, SourceReport
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.schema import replies, tasks
-from flywheel.store.views import balance
-from tests.factories.trace import reply
+from flywheel.store.kernel.schema import metadata, replies, tasks
+from flywheel.store.views import balance, lineage
+from tests.factories.erased import erase_rows
+from tests.factories.trace import put_replies, reply
 from tests.sources.jsonl.reading import line
 
 
@@ -198,20 +201,20 @@ async def test_files_of_a_directory_come_and_go(
     assert len(exported(tmp_path)) == 2
 
 
-async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path, folder: Path) -> None:
+async def test_a_file_whose_name_is_no_text_costs_itself(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder / "good.jsonl").write_bytes(line(1))
     misnamed = Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl"))
     misnamed.write_bytes(line(2))
-    good, bad = await ingest(tmp_path, folder)
+    [good] = await ingest(tmp_path, folder)
     assert (good.path.name, good.counts.tasks, good.error) == ("good.jsonl", 1, None)
-    assert "not UTF-8: b'\\xff.jsonl'. Rename it" in str(bad.error)
+    assert "not read: 1 file whose name is not UTF-8 (\\xff.jsonl)" in caplog.text
     misnamed.rename(folder / "renamed.jsonl")
     assert [report.new for report in await ingest(tmp_path, folder)] == [0, 1]
 
 
 async def test_what_was_exported_is_read_back_into_another_state(tmp_path: Path) -> None:
-    from flywheel.records.task import entry_of
-
     first = tmp_path / "exported.jsonl"
     first.write_bytes(b"".join(entry_of(reply(number), "/a.sqlite").line + b"\n" for number in range(20)))
     [report] = await ingest(tmp_path, first)
@@ -309,6 +312,79 @@ async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_i
     assert (report.new, report.counts.replies, report.warnings) == (0, 1, ())
 
 
+async def test_another_id_other_images_or_other_tools_make_another_task(tmp_path: Path, path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": name, "maximum": 10**30}} for name in ("add", "sum")]
+    parts = [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}]
+    seen = {"task_id": "x", "prompt": [{"role": "user", "content": parts}], "answer": "a"}
+    lines = [told("x", "q"), told("x", "q", tools=tools[:1]), told("x", "q", tools=tools[1:]), seen, told("y", "q")]
+    for new in (5, 0):
+        write(path, *lines)
+        assert [report.new for report in await ingest(tmp_path, path)] == [new]
+        lines.reverse()
+    # The order of keys is that of the program that wrote them.
+    add(path, told("x", "q", tools=[{"function": {"maximum": 10**30, "name": "add"}, "type": "function"}]))
+    assert [report.new for report in await ingest(tmp_path, path)] == [0]
+
+
+async def test_an_export_that_is_read_into_its_own_state_adds_what_was_edited_alone(
+    tmp_path: Path, path: Path
+) -> None:
+    tools = {"tools": ({"type": "function", "function": {"name": "add"}},), "images": ("https://x/y.png",)}
+    store = await Store.open(tmp_path / "state")
+    await store.write(lambda conn: put_replies(conn, reply(1, **tools), reply(2, **tools)))
+    await store.close()
+    lines = [json.loads(entry_of(reply(number, **tools), "/a").line) for number in (1, 2)]
+    write(path, lines[0], {**lines[1], "answer": "edited"})
+    for new in (1, 0):
+        [report] = await ingest(tmp_path, path)
+        assert (report.new, report.counts.replies) == (new, 2)
+        path.write_text(path.read_text() + "\n")
+    found = asked(tmp_path)
+    assert found.pop(lines[0]["task_id"]) == "What is 1 plus 1? \\boxed{2}"
+    assert found.pop(lines[1]["task_id"]) == "What is 2 plus 1? \\boxed{3}"
+    assert list(found.values()) == ["What is 2 plus 1? edited"]
+
+
+async def test_an_erasure_leaves_no_hash_of_a_text(tmp_path: Path, path: Path) -> None:
+    own: dict[str, Any] = {"metadata": {"conversation_id": "conversation-x"}}
+    lines = [told("own-z", "kept"), told("own-x", "q", **own), told("own-x", "other", **own)]
+    lines += [told("own-y", "r", None, **own), {"question": "s", "answer": "a", **own}]
+    write(path, *lines)
+    await ingest(tmp_path, path)
+
+    def ids(conn: Connection) -> set[str]:
+        names = replies.c.span_id, replies.c.trace_id, replies.c.own_id, tasks.c.key
+        of_it = replies.c.conversation_id == "conversation-x"
+        rows = conn.execute(select(*names).select_from(replies.outerjoin(tasks)).where(of_it)).all()
+        return {each for row in rows for each in row if each}
+
+    def everything(conn: Connection) -> str:
+        return " ".join(str(row) for table in metadata.sorted_tables for row in conn.execute(select(table)))
+
+    store = await Store.open(tmp_path / "state")
+    found, held = await store.read(ids), await store.read(everything)
+    assert {"own-x", "own-y"} < found and len([each for each in found if each.startswith("t-")]) == 8
+    assert all(each in held for each in found)
+    assert await store.write(erase_rows, Kind.CONVERSATION, "conversation-x") == 4
+    left = await store.read(everything)
+    await store.close()
+    assert [each for each in found if each in left] == []
+    write(path, *reversed(lines))
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies, report.counts.erased) == (0, 5, 4)
+
+
+async def test_a_task_keeps_its_hash_when_the_task_with_its_id_is_erased(tmp_path: Path, folder: Path) -> None:
+    lines = [told("x", "q", metadata={"conversation_id": "erased"}), told("x", "other")]
+    write(folder / "a.jsonl", *lines)
+    await ingest(tmp_path, folder)
+    store = await Store.open(tmp_path / "state")
+    assert await store.write(erase_rows, Kind.CONVERSATION, "erased") == 1
+    await store.close()
+    write(folder / "b.jsonl", lines[1])
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 0]
+
+
 async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q", "wrong"), told("y", "r"))
     await ingest(tmp_path, path)
@@ -325,7 +401,13 @@ async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_p
     [report] = await ingest(tmp_path, path)
     assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 1})
     assert report.warnings == ("some lines without a task have the task_id of a task: they are ignored",)
+    store = await Store.view(tmp_path / "state")
+    assert (waiting := await store.read(lineage.why, "y")) is not None
+    await store.close()
+    assert [each["skip_reason"] for each in waiting["replies"]] == ["no_answer"]
     add(path, told("x", "third", None), told("y", "r"))
+    found = await compared(tmp_path, path)
+    assert (found.in_ledger, found.not_read_yet, found.missing, found.gone) == (2, 0, [], 0)
     [report] = await ingest(tmp_path, path)
     assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {})
     assert asked(tmp_path) == {"x": "q a", "y": "r a"}
@@ -346,6 +428,9 @@ async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_i
         assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 1})
         found = await compared(tmp_path, path)
         assert (found.problems, found.in_ledger, found.not_read_yet, found.gone) == ([], 3, 0, 0)
+    add(path, told("x", "a third question"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (3, {"no_answer": 1})
 
 
 async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(
@@ -398,7 +483,7 @@ async def test_redaction_keeps_lines_the_same(tmp_path: Path, path: Path) -> Non
 
 
 @pytest.mark.parametrize("between", [0, 1200])
-async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stands(
+async def test_what_differs_in_redacted_data_alone_is_two_tasks_wherever_it_stands(
     tmp_path: Path, between: int, path: Path
 ) -> None:
     chain = tmp_path / "chain.yaml"
@@ -417,9 +502,10 @@ async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stand
     finally:
         await ingestion.close()
         await store.close()
-    assert (report.new, report.counts.replies) == (1 + between, 1 + between)
-    assert (before.not_read_yet, before.problems) == (1 + between, [])
-    assert (after.in_ledger, after.not_read_yet, after.problems, after.gone) == (1 + between, 0, [], 0)
+    assert (report.new, report.counts.replies) == (2 + between, 2 + between)
+    assert (before.not_read_yet, before.problems) == (2 + between, [])
+    assert (after.in_ledger, after.not_read_yet, after.problems, after.gone) == (2 + between, 0, [], 0)
+    assert [task["question"] for task in exported(tmp_path)].count("mail [EMAIL_1]") == 2
 
 
 async def test_a_directory_of_many_files_takes_few_threads(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_ids_that_tell_nothing_apart_do_not_make_tasks_one() -> None:
 
 def test_a_usable_id_is_kept() -> None:
     read = entry({"task_id": "mine-1", "question": "q", "answer": "a"})
-    assert (read.key, read.span_id, json.loads(read.line)["task_id"]) == ("mine-1", "mine-1", "mine-1")
+    assert (read.key, read.own_id, json.loads(read.line)["task_id"]) == ("mine-1", "mine-1", "mine-1")
 
 
 def test_answers_to_one_question_share_a_trace_and_not_a_key() -> None:

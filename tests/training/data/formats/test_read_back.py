@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from flywheel.records.states import SkipReason
-from flywheel.sources.jsonl.record import JsonlEntry, entry_of_line
+from flywheel.records.task import Entry
+from flywheel.sources.jsonl.record import entry_of_line
 from tests.training.data.formats.conftest import Exported
 from tests.training.data.formats.filling import after_tools, bad, every_kind, good, line, reply
 
 NOW = datetime(2026, 5, 6, tzinfo=UTC)
 
 
-def read(path: Path) -> list[JsonlEntry]:
+def read(path: Path) -> list[Entry]:
     return [entry_of_line(text, path, NOW) for text in path.read_bytes().splitlines()]
 
 
