@@ -97,7 +97,7 @@ def enter(conn: Connection, entries: Mapping[int, Entry], *, keep: bool = False)
 def assign(conn: Connection) -> None:
     """Give every task that has none its split, in the order of their numbers."""
     query = select(unsplit, tasks.c.split).join(tasks).order_by(unsplit.c.task_id)
-    turns = [_Turn(*row[:6], Split(row.split)) for row in conn.execute(query)]
+    turns = [_Turn._make((*row[:6], Split(row.split))) for row in conn.execute(query)]
     if not turns:
         return
     splits = _Splits(conn, turns)
