@@ -9,7 +9,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.transitions import move
+from flywheel.store.kernel.transitions import move, recorded_at
 from flywheel.store.samples import stands
 from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import accepted, rejected, settle, undecided
@@ -60,5 +60,23 @@ async def test_what_a_filter_rejects_while_a_round_has_it_is_set_aside_later(sto
         assert again(conn, TaskState.ACCEPTED, rejection, CHAIN) == ("r", "accepted"), "the round keeps it"
         move(conn, 1, TaskState.RESERVED, TaskState.CONSUMED)
         assert conn.execute(standing).scalars().all() == []
+
+    await store.write(said)
+
+
+async def test_what_the_judge_decides_later_counts(store: Store) -> None:
+    def said(conn: Connection) -> None:
+        put_replies(conn, reply(1))
+        (task,) = claims.claim(conn, 1, "r", "j")
+        standing = select(schema.tasks.c.id).where(stands())
+        with recorded_at("2026-11-01T00:00:00.000+00:00"):
+            settle(conn, task.id, Verdict(Outcome.REJECTED, 0.0, reason="too long"), CHAIN, "", 0.0)
+        assert conn.execute(standing).scalars().all() == []
+        for old, new in ((TaskState.REJECTED, TaskState.PENDING), (TaskState.PENDING, TaskState.JUDGING)):
+            move(conn, 1, old, new)
+        with recorded_at("2026-11-02T00:00:00.000+00:00"):
+            settle(conn, task.id, rejected(), "r", "j", 0.0)
+        assert current(conn) == ("r", "rejected")
+        assert conn.execute(standing).scalars().all() == [1]
 
     await store.write(said)
