@@ -53,7 +53,8 @@ RENAMED: Final = frozenset({
 REMOVED: Final = frozenset(
     {
         schema.labels, verdicts, schema.influences, schema.fingerprints, schema.fingerprint_bands, schema.embeddings,
-        schema.duplicates, schema.signature_bands, schema.recent_bands, schema.reply_calls,
+        schema.duplicates, schema.signature_bands, schema.recent_bands, schema.reply_calls, schema.placed_calls,
+        schema.call_hashes,
     }
 )  # fmt: skip
 """Tables whose rows go with the task, the text, the conversation, the reply or the call that they are about."""
@@ -94,6 +95,7 @@ _TEXTLESS: Final = {
     "replies": "state created_at",
     "erasures": "kind pseudonym subject state report created_at finished_at",
     "erased_conversations": "pseudonym",
+    "erased_answers": "hash",
     "traces": "trace_id rowids",
     "conversations": "split",
     "tasks": "split state retry_at created_at",

@@ -40,7 +40,7 @@ from flywheel.records.repeated_ids import runs_of
 from flywheel.records.states import ReplyState, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
-from flywheel.store import deduplication
+from flywheel.store import deduplication, placed_calls
 from flywheel.store.dead_letters import ROW, TASK
 from flywheel.store.erased_columns import SENTENCES, emptied
 from flywheel.store.kernel import schema
@@ -76,6 +76,8 @@ _TOMBSTONES: Final = Lookup(
 _KNOWN: Final = Lookup(select(replies.c.span_id).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
 _TRACES: Final = Lookup(select(replies.c.trace_id).where(_IS_ERASED), replies.c.trace_id)
 _CONVERSATIONS: Final = Lookup(select(erased_conversations.c.pseudonym), erased_conversations.c.pseudonym)
+CALL: Final = "call"
+"""In place of a `Kind`, of the hash of an erased call."""
 
 
 class Kind(StrEnum):
@@ -165,6 +167,7 @@ def without_erased(
     named = {key: pseudonyms.of(*key) for key in keys}
     there = {row.span_id for row in _TOMBSTONES.rows(conn, list(spans.values()), source)}
     of_traces = {row.trace_id for row in _TRACES.rows(conn, sorted({*traces.values()} - {""}))}
+    of_traces |= {traces[trace] for trace in placed_calls.going_on_from_erased(conn, traces)}
     erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
     users = users_of(conn, rows)
     refused = _blocked_users(conn)
@@ -328,6 +331,9 @@ def touched(
     while seen != len(found.replies):
         seen = len(found.replies)
         ids = sorted(found.conversations - NO_CONVERSATION)
+        for call in list(placed_calls.of_calls(conn, found.calls, ids, found.traces)):
+            found.calls.add(call.request_id)
+            found.traces.add(call.trace_id)
         by_call = {row.reply_id for row in rows_in(conn, of_calls, reply_calls.c.request_id, sorted(found.calls))}
         rows = [
             *rows_in(conn, query, replies.c.conversation_id, ids),
@@ -446,7 +452,8 @@ def note(conn: Connection, number: int, state: ErasureState, report: Mapping[str
 
 
 def everything_erased(conn: Connection) -> list[dict[str, Any]]:
-    """All erasures as they are kept beside a backup: pseudonyms of conversations and users, and what is blocked."""
+    """All erasures as they are kept beside a backup: pseudonyms of conversations and users, what is blocked, and the
+    hashes of erased calls."""
     found = conn.execute(select(erased_conversations.c.pseudonym).order_by(erased_conversations.c.pseudonym))
     within = set(conn.execute(select(erasures.c.pseudonym).where(erasures.c.kind == Kind.SERVICE.value)).scalars())
     kinds = {name: Kind.SERVICE.value if name in within else Kind.CONVERSATION.value for name in found.scalars()}
@@ -454,13 +461,15 @@ def everything_erased(conn: Connection) -> list[dict[str, Any]]:
     return [
         *({"kind": kind, "pseudonym": name, "blocks": True} for name, kind in kinds.items()),
         *({"kind": row.kind, "pseudonym": row.pseudonym, "blocks": row.blocks} for row in users),
+        *({"kind": CALL, "pseudonym": each.hex(), "blocks": True} for each in placed_calls.refused_hashes(conn)),
     ]
 
 
 def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
     """Take over erasures that were made since a backup, as open ones. The conversations of erased users are among
     those given."""
-    for each in given:
+    placed_calls.refuse_hashes(conn, {bytes.fromhex(each["pseudonym"]) for each in given if each["kind"] == CALL})
+    for each in (each for each in given if each["kind"] != CALL):
         added = insert_or_ignore(erasures).values(
             kind=each["kind"],
             pseudonym=each["pseudonym"],
@@ -542,6 +551,7 @@ def _scrub_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> 
     ids = sorted(found.replies)
     for some in chunks(ids):
         conn.execute(delete(reply_calls).where(reply_calls.c.reply_id.in_(some)))
+    placed_calls.forget(conn, found.calls)
     for calls in chunks(sorted(found.calls)):
         own, is_counted = watch_units.c.request_id.in_(calls), watch_units.c.place.is_not(None)
         conn.execute(delete(watch_units).where(own, ~is_counted))
