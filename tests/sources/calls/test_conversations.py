@@ -334,6 +334,21 @@ def test_a_reply_is_handed_on_when_it_is_answered_and_again_when_it_goes_on(tmp_
         assert (longer.id, len(longer.calls)) == (reply.id, 3)
 
 
+def test_a_reply_that_goes_on_waits_for_its_last_call_alone(tmp_path: Path) -> None:
+    nudge = [user("hello"), assistant("Let me see."), REMINDER]
+    calls = [
+        asked([user("hello")], assistant("Let me see."), 0),
+        asked(nudge, assistant(None, tool_call("f")), 2),
+    ]
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append(calls)
+        conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS), wait_ns=5 * SECOND_NS)
+        assert conversations.place(LATER_NS) == 2
+        assert handed_on(conversations, at(100)) == []
+        (reply,) = handed_on(conversations, at(IDLE + 3))
+        assert (reply.skip, len(reply.calls)) == (SkipReason.UNFINISHED, 2)
+
+
 def test_a_reply_without_an_answer_is_handed_on_as_unfinished_when_it_was_idle(tmp_path: Path) -> None:
     with CallLog(tmp_path / "calls.db") as log:
         log.append([asked([user("hello")], assistant(None, tool_call("f")), 0)])
