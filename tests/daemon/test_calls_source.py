@@ -21,6 +21,7 @@ from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures
+from flywheel.store.checkpoints import reopen
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
@@ -290,6 +291,25 @@ async def test_a_removed_copy_loses_nothing_that_was_ingested(tmp_path: Path) ->
         server.log.append(turn(2, 100))
         await ingest(config)
     assert len(exported(config)) == 2
+
+
+async def test_a_reopened_trace_and_a_full_scan_are_extracted_again(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([*turn(1, 0), *turn(2, 100)])
+        await ingest(config)
+        config = config_of(tmp_path, server, ingest={"agents": {"exclude": ["my-agent"]}})
+        await ingest(config)
+        assert await read(config, outcomes) == {("converted", None): 2}
+        excluded = ("skipped", SkipReason.AGENT_EXCLUDED)
+        async with open_state(config.state_dir) as store:
+            reply = await store.read(lambda conn: conn.execute(select(replies).order_by(replies.c.id)).first())
+            assert await store.write(reopen, reply.source_id, [reply.trace_id]) == 2, "its calls"
+        await ingest(config)
+        assert await read(config, outcomes) == {("converted", None): 1, excluded: 1}
+        assert (await deep_audited(config)).sources[0].extracted_differently == 1
+        await ingest(config, sweep=True)
+        assert await read(config, outcomes) == {excluded: 2}
 
 
 def test_calls_that_are_not_recorded_cannot_be_a_source(tmp_path: Path) -> None:

@@ -177,6 +177,22 @@ def test_the_rule_finds_the_conversations_of_the_model(data: st.DataObject) -> N
         assert (reply.skip is SkipReason.ERROR) is is_failed
 
 
+def test_a_stranger_who_begins_with_the_same_words_and_answer_is_not_continued() -> None:
+    """The longest beginning counts, although the stranger's call is newer and nothing continues it."""
+    talk = [user("hello"), assistant("Hi"), user("my card was stolen"), assistant("Which?"), user("the red one")]
+    calls = [
+        recorded(chat(talk[:end]), completion(talk[end] if end < 5 else assistant("It is blocked.")), began=at)
+        for end, at in ((1, 0), (3, 10), (1, 20), (5, 30))
+    ]
+    first, second, stranger, third = (call.request_id for call in calls)
+    with tempfile.TemporaryDirectory() as folder, CallLog(Path(folder) / "calls.db") as log:
+        log.append(calls)
+        conversations = Conversations(log, idle_ns=IDLE_NS)
+        conversations.place(LATER_NS)
+        of = {reply.id: reply.conversation for reply in conversations.due(LATER_NS)}
+    assert of[first] == of[second] == of[third] != of[stranger]
+
+
 def test_the_calls_of_another_user_or_key_are_never_put_together() -> None:
     first = recorded(chat([user("hello")]), completion(assistant("Hi")))
     on = [user("hello"), assistant("Hi"), user("on")]
