@@ -9,6 +9,8 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Final
 
+from sqlalchemy import Connection
+
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.records.task import Batch
 from flywheel.records.trace import CallOutline, Cursor, PlacedCall, ReplySelection
@@ -20,7 +22,7 @@ from flywheel.sources.calls.replies import batch_of
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import placed_calls
 from flywheel.store.kernel.database import Store
-from flywheel.store.ledger import CALLS
+from flywheel.store.ledger import CALLS, Recorded, record_batch
 from flywheel.system.clock import steady_ns
 
 CALLS_AT_ONCE: Final = 100
@@ -29,6 +31,14 @@ BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Bytes of the calls of the replies that are stored in one transaction, unless one has more."""
 LATE_NS: Final = 86_400 * 10**9
 """How long after its time a call may be pulled, from a server that was away, and still continue a conversation."""
+
+
+def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
+    """Store one batch, and note in the same transaction that its replies were handed on: one that another source has
+    made due again meanwhile has to be handed on once more."""
+    done = record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
+    placed_calls.hand_on(conn, {row.trace_id for row in (*batch.entries, *batch.dead)})
+    return done
 
 
 class CallsConnector:
@@ -93,7 +103,9 @@ class CallsConnector:
                     # First, as after a crash the replies are due again.
                     await self._calls.erase_new(ids)
                 yield batch
-                await self._store.write(placed_calls.hand_on, [reply[0].trace_id for reply in some])
+                stored = {row.trace_id for row in (*batch.entries, *batch.dead)}
+                if left_out := {reply[0].trace_id for reply in some} - stored:
+                    await self._store.write(placed_calls.hand_on, left_out)
         await self._store.write(placed_calls.prune, time.time_ns() - self._keep_ns)
         next_ns = await self._store.read(placed_calls.next_due_ns)
         self.due_at = None if next_ns is None else next_ns / 1e9

@@ -31,7 +31,7 @@ from flywheel.records import skipping
 from flywheel.records.similarity import beginning_of, prompt_signatures
 from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor, DeadRow
-from flywheel.sources import jsonl_connector
+from flywheel.sources import calls_connector, jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.jsonl.batch_reader import BatchFiles
@@ -65,6 +65,8 @@ FULL_SCAN_SHARE: Final = 0.2
 DEFECT: Final = "defect"
 """Condition of a source that a defect of Flywheel keeps from being read."""
 NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
+_RECORDERS: Final = {"jsonl": jsonl_connector.record, ledger.CALLS: calls_connector.record}
+"""What stores a batch, by the types of sources that note something besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,7 @@ class SourceIngestion:
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
-            jsonl_connector.record if self.connector.type == "jsonl" else ledger.record_batch,
+            _RECORDERS.get(self.connector.type, ledger.record_batch),
             self._source,
             batch,
             train_ratio=self._settings.train_ratio,

@@ -32,7 +32,7 @@ POINTS: Final = (
     "in append",
     "after append",
 )
-CALLS_POINTS: Final = ("before place", "after place", "before hand on", "after hand on")
+CALLS_POINTS: Final = ("before place", "after place", "before record", "after record")
 """Of a source of recorded calls."""
 PATIENCE_SECONDS: Final = 120.0
 PAGE_ROWS: Final = 25
@@ -78,7 +78,7 @@ def set_up(trap: Trap) -> None:
             trap.pass_by("before commit")
             return result
 
-        step = {placed_calls.place: "place", placed_calls.hand_on: "hand on"}.get(function, "")
+        step = {placed_calls.place: "place", calls_connector.record: "record"}.get(function, "")
         trap.pass_by(f"before {step}")
         result = await write(self, last_thing_before_commit, *args, **kwargs)
         trap.pass_by("after commit")
