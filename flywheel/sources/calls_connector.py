@@ -37,8 +37,12 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
     """Store one batch, and note in the same transaction that its replies were handed on: one that another source has
     made due again meanwhile has to be handed on once more."""
     done = record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
-    placed_calls.hand_on(conn, {row.trace_id for row in (*batch.entries, *batch.dead)})
+    placed_calls.hand_on(conn, _traces(batch))
     return done
+
+
+def _traces(batch: Batch) -> set[str]:
+    return {entry.trace_id for entry in batch.entries} | {row.trace_id for row in batch.dead}
 
 
 class CallsConnector:
@@ -103,8 +107,7 @@ class CallsConnector:
                     # First, as after a crash the replies are due again.
                     await self._calls.erase_new(ids)
                 yield batch
-                stored = {row.trace_id for row in (*batch.entries, *batch.dead)}
-                if left_out := {reply[0].trace_id for reply in some} - stored:
+                if left_out := {reply[0].trace_id for reply in some} - _traces(batch):
                     await self._store.write(placed_calls.hand_on, left_out)
         await self._store.write(placed_calls.prune, time.time_ns() - self._keep_ns)
         next_ns = await self._store.read(placed_calls.next_due_ns)
