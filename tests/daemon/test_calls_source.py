@@ -18,9 +18,11 @@ from flywheel.daemon.erasure import Eraser
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
+from flywheel.records.trace import Cursor
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
+from flywheel.sources import calls_connector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import erasures
+from flywheel.store import erasures, ledger
 from flywheel.store.checkpoints import reopen
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
@@ -310,6 +312,27 @@ async def test_a_reopened_trace_and_a_full_scan_are_extracted_again(tmp_path: Pa
         assert (await deep_audited(config)).sources[0].extracted_differently == 1
         await ingest(config, sweep=True)
         assert await read(config, outcomes) == {excluded: 2}
+
+
+async def test_a_reply_that_becomes_due_again_while_it_is_stored_is_handed_on_again(tmp_path: Path) -> None:
+    """As when another source gives up its calls at that moment."""
+    handed_on = []
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        async with open_state(config.state_dir) as store:
+            ingestion = Ingestion(store, config)
+            await ingestion.pull_calls()
+            (source,) = ingestion.sources()
+            number = await store.write(ledger.source_id, str(source.path), ledger.CALLS)
+            async for batch in source.connector.read(number, Cursor(), final=True):
+                await store.write(calls_connector.record, number, batch, train_ratio=0.5, split_seed=0)
+                if batch.entries and not handed_on:
+                    await store.write(reopen, number, [batch.entries[0].trace_id])
+                handed_on += [entry.span_id for entry in batch.entries]
+            await ingestion.close()
+    assert len(handed_on) == 2
+    assert len(set(handed_on)) == 1
 
 
 def test_calls_that_are_not_recorded_cannot_be_a_source(tmp_path: Path) -> None:
