@@ -138,8 +138,8 @@ class IngestSettings(Section):
     """Interval in seconds of full scans, which find rows that changed in place. The newest rows are compared after
     every change of the source."""
     keep_received_days: float = Field(default=30.0, gt=0)
-    """Days that spans received by OTLP, or made for replies found in calls, stay in the inbox. Their replies and
-    tasks are kept."""
+    """Days that spans received by OTLP stay in the inbox, and that recorded calls stay placed in conversations. Their
+    replies and tasks are kept."""
     agents: AgentSettings = AgentSettings()
     train_ratio: Share = 0.7
     """Share of conversations in the training split; the others are permanently held out for the gate."""

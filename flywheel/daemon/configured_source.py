@@ -20,15 +20,15 @@ MODEL_RULES: Final = "model_rules"
 
 
 def source_of(config: Config, path: Path) -> SourceSettings | None:
-    """The source with this database, inbox, file or directory of files; None if no configured source has it."""
+    """The source with this database, inbox, call log, file or directory of files; None if none is configured."""
     for source in config.sources:
         if isinstance(source, StudioSource | JsonlSource):
             own = source.path.absolute()
         else:
             # Imported here: `flywheel status` needs it only for such sources.
-            from flywheel.sources.otlp.inbox import inbox_of
+            from flywheel.sources.otlp.inbox import own_file
 
-            own = inbox_of(source, config.state_dir)
+            own = own_file(source, config.state_dir)
         if path == own or (isinstance(source, JsonlSource) and path.parent == own):
             return source
     return None

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 PURGE_SECONDS: Final = 30.0
 """How long reading transactions of other processes are waited for."""
-INBOXES: Final = ("otlp/*.sqlite", "calls/*.sqlite")
+INBOXES: Final = ("otlp/*.sqlite",)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -314,7 +314,7 @@ PLACES: Final = (
     Place("recorded calls", ("calls/calls.db*", "serving/calls-*.db*"), Eraser.erase_calls),
     Place("the task file, and files of AgentJet", ("tasks*.jsonl", ".tasks*.jsonl.*"), Eraser.erase_lines),
     Place("copies of data sets", (f"{DATA_SETS}/*.jsonl", f"{DATA_SETS}/.*"), Eraser.erase_data_sets),
-    Place("received spans", ("otlp/*.sqlite*", "calls/spans.sqlite*"), Eraser.erase_spans),
+    Place("received spans", ("otlp/*.sqlite*",), Eraser.erase_spans),
     Place("files of rounds and evaluations", tuple(f"{folder}/**" for folder in ERASED_FOLDERS), Eraser.erase_files),
     Place("backups, which are told", (), Eraser.tell_backups),
     Place("the state", (f"{STATE_FILE}*",), Eraser.erase_rows),

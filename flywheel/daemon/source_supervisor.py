@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource
+from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.jsonl.reader import is_folder
-from flywheel.sources.otlp.inbox import inbox_of, prune
+from flywheel.sources.otlp.inbox import own_file, prune
 from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
@@ -73,7 +73,7 @@ class SourceSupervisor:
                 # A daemon without a receiver does not load protobuf.
                 from flywheel.sources.otlp.receiver import Receiver
 
-                inbox = inbox_of(source, self._config.state_dir)
+                inbox = own_file(source, self._config.state_dir)
                 receiver = Receiver(
                     source.listen, inbox, token_env=source.token_env, private=self._config.privacy.exclude.names
                 )
@@ -150,12 +150,12 @@ class SourceSupervisor:
         """Delete received spans that are older than `ingest.keep_received_days`."""
         before_ns = time.time_ns() - int(self._config.ingest.keep_received_days * 86_400e9)
         for source in self._config.sources:
-            if isinstance(source, OtlpSource | CallsSource):
-                await prune(inbox_of(source, self._config.state_dir), before_ns)
+            if isinstance(source, OtlpSource):
+                await prune(own_file(source, self._config.state_dir), before_ns)
 
     async def _do_pull(self) -> None:
         """Pull recorded calls, more often while a trace waits for some, and read the sources that they are for."""
-        waiting = await self._ingestion.pull_calls(self._stopping)
+        waiting = await self._ingestion.pull_calls()
         self.refresh()
         for source in waiting:
             if source.path in self._stages:

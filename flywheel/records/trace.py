@@ -177,6 +177,52 @@ class ModelCall(Struct, frozen=True):
     completion_tokens: int | None = None
 
 
+class CallOutline(Struct, frozen=True):
+    """What says of a recorded call which one it continues; hashes in place of texts.
+
+    - `conversation`, `trace_id`: those that it has if it begins them.
+    - `beginnings`: hashes of its messages up to each answer, with their numbers of messages. `ends`: hashes of all
+      messages with each answer to them. `last_question`: the number of the last message in which a user asks
+      something, 0 without one (frameworks send reminders as messages of the user).
+    - `tool_ids`: hashes of the ids of tool calls in its messages. `own_tool_ids`: of those in its answers.
+    - `is_answered`: its answer asks for no tool. `is_skipped`: it is no part of a conversation, and nothing continues
+      it.
+    """
+
+    request_id: str
+    conversation: str
+    trace_id: str
+    model: str
+    started_ns: int
+    ended_ns: int
+    beginnings: tuple[tuple[int, bytes], ...] = ()
+    ends: tuple[bytes, ...] = ()
+    last_question: int = 0
+    tool_ids: tuple[bytes, ...] = ()
+    own_tool_ids: tuple[bytes, ...] = ()
+    is_answered: bool = True
+    is_skipped: bool = False
+
+
+class PlacedCall(Struct, frozen=True):
+    """A recorded call that has its place in a conversation. The calls with one `trace_id`, from a question to its
+    answer, are a reply; `root` is the conversation whose split it takes.
+
+    `is_answered`: the call asks for no tool. `is_continued`: another call goes on from it. `is_erased`: it goes on
+    from one that was erased.
+    """
+
+    request_id: str
+    trace_id: str
+    conversation: str
+    root: str
+    started_ns: int
+    ended_ns: int
+    is_answered: bool = True
+    is_continued: bool = False
+    is_erased: bool = False
+
+
 class DeadRow(Struct, frozen=True):
     """A row of a source that cannot be parsed. It affects no other row. `conversation_id` and `user` are those that
     it names, as far as it can be read: it is erased with them."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Mapping
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from flywheel.config import Config
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError, ServeError
-from flywheel.records.trace import ModelCall
+from flywheel.records.trace import Cursor, ModelCall
 from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.replica_addresses import is_name, replica_urls
@@ -198,6 +200,39 @@ class CallLogCopy(CallLog):
                 (int(call_number), str(request_id))
                 for call_number, request_id in connection.execute(query, (number, limit))
             ]
+
+    def unread(self, cursor: Cursor, before_ns: int) -> tuple[Cursor, array[int]]:
+        """The numbers of the calls that were stored since a cursor, or that waited then, and ended before
+        `before_ns`, in the order in which they began; and the cursor behind them.
+
+        A cursor is the number of the last call (`rowid`) in the file with this id (`identity`), and the numbers of
+        those that still wait (`anchor`).
+        """
+        ready, waiting = array("q"), []
+        query = (
+            "SELECT number, ended_ns < ? FROM calls WHERE number > ? OR number IN (SELECT value FROM json_each(?)) "
+            "ORDER BY started_ns, number"
+        )
+        with self.reading() as connection:
+            state = self.state()
+            # The file was removed, or an older one was put in its place: its calls are read from the first.
+            is_same = cursor.identity == state.log_id and cursor.rowid <= state.newest
+            after, waited = (cursor.rowid, cursor.anchor) if is_same else (0, "")
+            for number, is_ready in connection.execute(query, (before_ns, after, waited or "[]")):
+                if is_ready:
+                    ready.append(number)
+                else:
+                    waiting.append(number)
+        anchor = json.dumps(sorted(waiting)) if waiting else ""
+        return Cursor(state.newest, state.log_id, anchor=anchor), ready
+
+    def numbered(self, numbers: Iterable[int]) -> Iterator[RecordedCall]:
+        """Those of the calls with these numbers that are still there, in this order, one at a time."""
+        for number in numbers:
+            with self.reading() as connection:
+                row = connection.execute("SELECT request_id FROM calls WHERE number = ?", (number,)).fetchone()
+                found = self.find(row or ())
+            yield from found.values()
 
     def units_after(self, number: int, limit: int) -> list[UnitCall]:
         """The calls that belong to a unit, of those that were stored after that one, in their order."""

@@ -24,23 +24,23 @@ import msgspec
 import orjson
 
 from flywheel.config import DATA_SETS, CallsSource, Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings
-from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
+from flywheel.errors import CallLogError, FlywheelError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
 from flywheel.records import skipping
 from flywheel.records.similarity import beginning_of
 from flywheel.records.task import Batch, Entry, line_bytes, opened
 from flywheel.records.trace import Cursor, DeadRow
-from flywheel.sources import jsonl_connector
+from flywheel.sources import calls_connector, jsonl_connector
 from flywheel.sources.call_puller import CallPuller
-from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of, unread_in
 from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
-from flywheel.sources.otlp.inbox import inbox_of
+from flywheel.sources.otlp.inbox import own_file
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import erasures, ledger, splits
 from flywheel.store.kernel.database import Store
@@ -65,8 +65,8 @@ FULL_SCAN_SHARE: Final = 0.2
 DEFECT: Final = "defect"
 """Condition of a source that a defect of Flywheel keeps from being read."""
 NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
-_WITH_INBOX: Final = frozenset({"otlp", ledger.CALLS})
-"""Types of sources whose file is Flywheel's own."""
+_RECORDERS: Final = {"jsonl": jsonl_connector.record, ledger.CALLS: calls_connector.record}
+"""What stores a batch, by the types of sources that note something besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class SourceIngestion:
     def __init__(
         self,
         store: Store,
-        connector: StudioConnector | JsonlConnector,
+        connector: StudioConnector | JsonlConnector | CallsConnector,
         settings: IngestSettings,
         *,
         redact: Redactor | None = None,
@@ -335,7 +335,7 @@ class SourceIngestion:
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
-            jsonl_connector.record if self.connector.type == "jsonl" else ledger.record_batch,
+            _RECORDERS.get(self.connector.type, ledger.record_batch),
             self._source,
             batch,
             train_ratio=self._settings.train_ratio,
@@ -346,7 +346,7 @@ class SourceIngestion:
             self._calls.reopened |= recorded.reopened
             if recorded.erased_calls:
                 await self._calls.erase_new(recorded.erased_calls)
-        if recorded.erased_traces and self.connector.type in _WITH_INBOX:
+        if recorded.erased_traces and self.connector.type == "otlp":
             await inbox.erase(self.path, recorded.erased_traces, rewrite=False)
         self._erased_traces |= recorded.erased_traces
         total.add(recorded)
@@ -406,7 +406,7 @@ class SourceIngestion:
 
     async def _warn_of_repeated_ids(self) -> str:
         """The warning that a client's ids repeat; else empty."""
-        if not isinstance(self.connector, StudioConnector) or self.connector.type == ledger.CALLS:
+        if not isinstance(self.connector, StudioConnector):
             return ""
         if self._repeated is None:
             self._repeated = await self._store.read(with_repeated_starts, self._source)
@@ -509,9 +509,6 @@ class Ingestion:
         self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
         self.calls = CallPuller(store, config) if config.serving.call_log is not None else None
         """Pulls recorded calls; None where none are recorded."""
-        found_in = next((source for source in config.sources if isinstance(source, CallsSource)), None)
-        erase_calls = self.calls.call_log_copy.erase_everywhere if self.calls is not None else None
-        self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
         self._batch_files = BatchFiles()
         self._kept_open = KeptOpen()
@@ -523,8 +520,7 @@ class Ingestion:
         files of batches in a directory are one source, which has its path."""
         for source in self._config.sources:
             if isinstance(source, OtlpSource | CallsSource):
-                own = inbox_of(source, self._config.state_dir)
-                paths = [own] if own.exists() else []  # the receiver, or the first reply in a call, creates it
+                paths = [own] if (own := own_file(source, self._config.state_dir)).exists() else []
             elif isinstance(source, JsonlSource):
                 try:
                     paths = self._read_by_themselves(source.path.absolute())
@@ -536,35 +532,50 @@ class Ingestion:
             for path in paths:
                 if path in self._sources:
                     continue
-                models = self._config.models_of(source)
                 self._sources[path] = SourceIngestion(
                     self._store,
-                    JsonlConnector(
-                        path,
-                        self._jsonl_threads,
-                        models,
-                        _maker_of(source, path),
-                        self._config.privacy.exclude.names,
-                        self._batch_files,
-                        is_in_folder=path != source.path.absolute(),
-                        kept_open=self._kept_open,
-                    )
-                    if isinstance(source, JsonlSource)
-                    else StudioConnector(
-                        path,
-                        self._config,
-                        self._store,
-                        kind=source.type,
-                        shares=self._shares,
-                        models=models,
-                        calls=self.calls,
-                    ),
+                    self._connector_of(source, path),
                     _settings_of(source, self._config.ingest),
                     redact=self._redact,
                     agentjet_tasks=self._agentjet_tasks,
                     calls=self.calls,
                 )
         return list(self._sources.values())
+
+    def _connector_of(self, source: SourceSettings, path: Path) -> StudioConnector | JsonlConnector | CallsConnector:
+        """The connector of a source, or of one file in its directory."""
+        models = self._config.models_of(source)
+        if isinstance(source, JsonlSource):
+            return JsonlConnector(
+                path,
+                self._jsonl_threads,
+                models,
+                _maker_of(source, path),
+                self._config.privacy.exclude.names,
+                self._batch_files,
+                is_in_folder=path != source.path.absolute(),
+                kept_open=self._kept_open,
+            )
+        if isinstance(source, CallsSource):
+            assert self.calls is not None
+            return CallsConnector(path, self._config, source, self._store, self.calls, self._has_passed_traces)
+        return StudioConnector(
+            path,
+            self._config,
+            self._store,
+            kind=source.type,
+            shares=self._shares,
+            models=models,
+            calls=self.calls,
+        )
+
+    def _has_passed_traces(self) -> bool:
+        """Whether every source but that of calls was read: where there is a trace of a call, it comes first."""
+        return all(source.has_passed for source in self._sources.values() if source not in self._of_calls)
+
+    @property
+    def _of_calls(self) -> list[SourceIngestion]:
+        return [source for source in self._sources.values() if isinstance(source.connector, CallsConnector)]
 
     def _warn_of_unread(self, path: Path) -> None:
         if (unread := unread_in(path)) and unread not in self._unread:
@@ -606,15 +617,16 @@ class Ingestion:
                 return report
 
         async def read_all() -> list[SourceReport]:
-            sources = [source for source in self.sources() if source.connector.type != "calls"]
+            sources = [source for source in self.sources() if source.connector.type != ledger.CALLS]
             reports = dict(zip(sources, await asyncio.gather(*map(read, sources)), strict=True))
             error: SourceReport | None = None
-            if self._finder is not None:
+            if self.calls is not None and (path := self._calls_path()) is not None:
                 # After the traces: where there is a trace of a call, the reply is read from there.
                 try:
-                    await self._find_conversations(self._finder, final=final, stop=stop)
-                except (CallLogError, ReceiverError) as failure:
-                    error = SourceReport(self._finder.inbox, error=failure)
+                    await self.calls.pull(at_once=True, seconds=math.inf)
+                    await self._erase_blocked(self.calls)
+                except (CallLogError, StoreError) as failure:
+                    error = SourceReport(path, error=failure)
             reports |= {
                 source: await read(source) for source in self.sources() if source not in reports and error is None
             }
@@ -656,28 +668,19 @@ class Ingestion:
         again = await source.read(final=final, stop=stop)
         return replace(again, new=report.new + again.new)
 
-    async def pull_calls(self, stop: asyncio.Event | None = None) -> list[SourceIngestion]:
-        """Pull recorded calls and find their conversations; the sources to be read for them. Raises CallLogError and
-        ReceiverError."""
+    async def pull_calls(self) -> list[SourceIngestion]:
+        """Pull recorded calls; the sources to be read for them. Raises CallLogError and StoreError."""
         if self.calls is None:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
         await self.calls.pull(at_once=bool(awaiting))
         await self._erase_blocked(self.calls)
-        traced = [source for source in self._sources.values() if source.connector.type != "calls"]
-        if self._finder is not None and all(source.has_passed for source in traced):
-            # A long history of traces comes first.
-            await self._finder.update(self.calls.read_to_ns, stop=stop)
-        return [*awaiting, *await self._reopened()]
+        return [*awaiting, *self._of_calls, *await self._reopened()]
 
-    async def _find_conversations(
-        self, finder: ConversationFinder, *, final: bool, stop: asyncio.Event | None
-    ) -> None:
-        """Pull recorded calls, and find their conversations. Raises CallLogError and ReceiverError."""
-        assert self.calls is not None
-        await self.calls.pull(at_once=True, seconds=math.inf)
-        await self._erase_blocked(self.calls)
-        await finder.update(self.calls.read_to_ns, final=final, stop=stop)
+    def _calls_path(self) -> Path | None:
+        """The file of the source of calls, if one is configured."""
+        found = (source for source in self._config.sources if isinstance(source, CallsSource))
+        return next((own_file(source, self._config.state_dir) for source in found), None)
 
     async def _reopened(self) -> list[SourceIngestion]:
         """The sources with traces that lacked calls when they were extracted and are opened again for them."""
@@ -725,9 +728,13 @@ class Ingestion:
             await calls.erase(ids)
 
     async def erase_conversations(self, request_ids: Collection[str]) -> set[str]:
-        """Have no call placed any more that goes on from one of these, which are about to be erased; the ids of the
-        conversations that were made of them. Raises CallLogError and ReceiverError."""
-        return await self._finder.erase(request_ids) if self._finder is not None and request_ids else set()
+        """Have nothing stored any more that goes on from one of these calls, which are about to be erased; the ids of
+        the conversations that were made of them. Raises CallLogError and StoreError."""
+        found: set[str] = set()
+        for source in self.sources() if request_ids else ():
+            if isinstance(source.connector, CallsConnector):
+                found |= await source.connector.refuse(request_ids)
+        return found
 
     async def export(self) -> None:
         """Append new tasks to the task file."""
@@ -738,8 +745,6 @@ class Ingestion:
         """Close all connectors and end their threads."""
         for source in self._sources.values():
             await source.connector.close()
-        if self._finder is not None:
-            await self._finder.close()
         if self.calls is not None:
             await self.calls.close()
         self._jsonl_threads.shutdown()

@@ -62,9 +62,10 @@ class Manifest(TypedDict):
 
 
 class Erased(TypedDict):
-    """A conversation or user that was erased, by pseudonym, and whether what comes of it later is refused."""
+    """A conversation or user that was erased, by pseudonym, or a recorded call, by its hash, and whether what comes
+    of it later is refused."""
 
-    kind: Literal["conversation", "service", "user"]
+    kind: Literal["conversation", "service", "user", "call"]
     pseudonym: str
     blocks: bool
 

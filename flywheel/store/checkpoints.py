@@ -9,6 +9,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, bindparam, select, update
 
 from flywheel.records.trace import Checkpoint
+from flywheel.store import placed_calls
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many
 from flywheel.store.kernel.schema import traces
 
@@ -42,8 +43,8 @@ def store_checkpoints(conn: Connection, source: int, checkpoints: Iterable[Check
 
 
 def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
-    """Have traces read again in the next pass; how many of them have a checkpoint."""
-    found = 0
+    """Have traces read again in the next pass; 0 if none of them is known."""
+    found = placed_calls.hand_on(conn, trace_ids, due_ns=0)
     for some in chunks(trace_ids):
         wanted = update(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some))
         found += conn.execute(wanted.values(is_open=True, digest=0)).rowcount

@@ -43,7 +43,7 @@ from flywheel.records.repeated_ids import RUN_ENDS_NS
 from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
-from flywheel.store import deduplication
+from flywheel.store import deduplication, placed_calls
 from flywheel.store.dead_letters import ROW, TASK
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import Lookup, chunks, rows_in
@@ -88,6 +88,8 @@ _IS_ABOUT: Final = and_(
 )
 """Whether a dead letter is about a reply."""
 _CONVERSATIONS: Final = Lookup(select(erased_conversations.c.pseudonym), erased_conversations.c.pseudonym)
+CALL: Final = "call"
+"""In place of a `Kind`, of the hash of an erased call."""
 
 
 class Kind(StrEnum):
@@ -199,6 +201,7 @@ def without_erased(
     own = {row.span_id: marks.of(row.span_id, row.trace_id, _start(row)) for row in rows}
     named = {key: pseudonyms.of(*key) for row in rows for key in _keys_of(row)}
     there = erased_spans(conn, source, {row.span_id: (row.trace_id, _start(row)) for row in rows})
+    going_on = placed_calls.going_on_from_erased(conn, {row.trace_id for row in rows})
     days = defaultdict[str, set[str]](set)
     for found in _TRACES.rows(conn, sorted({mark.trace_id for mark in own.values()} - {""})):
         days[found.trace_id].add(found.started_at)
@@ -208,7 +211,9 @@ def without_erased(
 
     def is_erased(row: Entry | DeadRow) -> bool:
         mark = own[row.span_id]
-        if row.span_id in there or any(_can_be_one_run(mark.started_at, day) for day in days[mark.trace_id]):
+        if row.span_id in there or row.trace_id in going_on:
+            return True
+        if any(_can_be_one_run(mark.started_at, day) for day in days[mark.trace_id]):
             return True
         return users[row.user] in refused or any(named[key] in erased for key in _keys_of(row))
 
@@ -371,6 +376,9 @@ def touched(
     while seen != len(found.replies):
         seen = len(found.replies)
         ids = sorted(found.conversations - NO_CONVERSATION)
+        for call in list(placed_calls.of_calls(conn, found.calls, ids, found.traces)):
+            found.calls.add(call.request_id)
+            found.traces.add(call.trace_id)
         by_call = {row.reply_id for row in rows_in(conn, of_calls, reply_calls.c.request_id, sorted(found.calls))}
         rows = [
             *rows_in(conn, query, replies.c.conversation_id, ids),
@@ -493,7 +501,8 @@ def note(conn: Connection, number: int, state: ErasureState, report: Mapping[str
 
 
 def everything_erased(conn: Connection) -> list[dict[str, Any]]:
-    """All erasures as they are kept beside a backup: pseudonyms of conversations and users, and what is blocked."""
+    """All erasures as they are kept beside a backup: pseudonyms of conversations and users, what is blocked, and the
+    hashes of erased calls."""
     found = conn.execute(select(erased_conversations.c.pseudonym).order_by(erased_conversations.c.pseudonym))
     within = set(conn.execute(select(erasures.c.pseudonym).where(erasures.c.kind == Kind.SERVICE.value)).scalars())
     kinds = {name: Kind.SERVICE.value if name in within else Kind.CONVERSATION.value for name in found.scalars()}
@@ -501,13 +510,15 @@ def everything_erased(conn: Connection) -> list[dict[str, Any]]:
     return [
         *({"kind": kind, "pseudonym": name, "blocks": True} for name, kind in kinds.items()),
         *({"kind": row.kind, "pseudonym": row.pseudonym, "blocks": row.blocks} for row in users),
+        *({"kind": CALL, "pseudonym": each.hex(), "blocks": True} for each in placed_calls.refused_hashes(conn)),
     ]
 
 
 def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
     """Take over erasures that were made since a backup, as open ones. The conversations of erased users are among
     those given."""
-    for each in given:
+    placed_calls.refuse_hashes(conn, {bytes.fromhex(each["pseudonym"]) for each in given if each["kind"] == CALL})
+    for each in (each for each in given if each["kind"] != CALL):
         number = _open(conn, each["kind"], each["pseudonym"], blocks=bool(each["blocks"]))
         if each["kind"] in (Kind.CONVERSATION, Kind.SERVICE):
             _block(conn, number, [each["pseudonym"]])
@@ -593,6 +604,7 @@ def _rename_conversations(conn: Connection, found: Touched, pseudonyms: Pseudony
 
 def _empty_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
     ids = sorted(found.replies)
+    placed_calls.forget(conn, found.calls)
     for calls in chunks(sorted(found.calls)):
         own, is_counted = watch_units.c.request_id.in_(calls), watch_units.c.place.is_not(None)
         conn.execute(delete(watch_units).where(own, ~is_counted))

@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import load
-from flywheel.sources import studio_connector
-from flywheel.sources.calls import conversations
-from flywheel.sources.calls.conversations import Conversations
+from flywheel.sources import calls_connector, studio_connector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
-from flywheel.sources.otlp.inbox import Inbox
 from flywheel.sources.studio import database, reader
-from flywheel.store import splits, task_file
+from flywheel.store import placed_calls, splits, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import append_lines
 
@@ -36,7 +33,7 @@ POINTS: Final = (
     "in append",
     "after append",
 )
-CALLS_POINTS: Final = ("after place", "before inbox", "after inbox", "after hand on")
+CALLS_POINTS: Final = ("before place", "after place", "before record", "after record")
 """Of a source of recorded calls."""
 PATIENCE_SECONDS: Final = 120.0
 PAGE_ROWS: Final = 25
@@ -84,8 +81,11 @@ def set_up(trap: Trap) -> None:
 
         if function is splits.assign:
             trap.pass_by("before splits")
+        step = {placed_calls.place: "place", calls_connector.record: "record"}.get(function, "")
+        trap.pass_by(f"before {step}")
         result = await write(self, last_thing_before_commit, *args, **kwargs)
         trap.pass_by("after commit")
+        trap.pass_by(f"after {step}")
         return result
 
     def trapped_append(path: Path, lines: list[bytes], **kwargs: Any) -> int:
@@ -101,26 +101,7 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after append")
         return count
 
-    place, hand_on, store = Conversations.place, Conversations.hand_on, Inbox.store
-
-    def trapped_place(self: Conversations, before_ns: int) -> int:
-        placed = place(self, before_ns)
-        trap.pass_by("after place")
-        return placed
-
-    def trapped_hand_on(self: Conversations, replies: Any) -> None:
-        hand_on(self, replies)
-        trap.pass_by("after hand on")
-
-    async def trapped_store(self: Inbox, rows: Any) -> None:
-        trap.pass_by("before inbox")
-        await store(self, rows)
-        trap.pass_by("after inbox")
-
-    Conversations.place = trapped_place  # type: ignore[method-assign]
-    Conversations.hand_on = trapped_hand_on  # type: ignore[method-assign]
-    Inbox.store = trapped_store  # type: ignore[method-assign]
-    conversations.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
+    calls_connector.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
     database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many batches in a pass
     studio_connector.JOINED_BATCHES = 1  # type: ignore[misc]  # each with a commit, however fast they are read
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,24 @@ from sqlalchemy import Connection, select
 
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_sources
-from flywheel.config import CallsSource, Config, load, parse
+from flywheel.config import Config, load, parse
+from flywheel.daemon.erasure import Eraser
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
+from flywheel.records.trace import Cursor
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
-from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources import calls_connector
 from flywheel.sources.ingestion import Ingestion
+from flywheel.store import erasures, ledger
+from flywheel.store.checkpoints import reopen
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
 from tests.daemon.following import Following, killed_at, status
 from tests.daemon.killed import CALLS_POINTS
 from tests.factories.config import write_config
-from tests.factories.state import deep_audited, ingest, open_state
+from tests.factories.state import copied_state, deep_audited, ingest, open_state
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, sse, tool, tool_call, user
 from tests.waiting import until
@@ -163,6 +167,44 @@ async def test_what_becomes_no_task_is_counted_with_its_reason(tmp_path: Path) -
     assert [line["answer"] for line in exported(config)] == ["Hi"]
 
 
+async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_path: Path) -> None:
+    opening = [SYSTEM, user("What is 1 + 1?")]
+    first = recorded(chat(opening), completion(assistant("It is 2.")))
+    begun = [*opening, assistant("It is 2."), user("And my secret?")]
+    asks = recorded(chat(begun), completion(assistant(None, tool_call("look"))), began=100)
+    more = [*begun, assistant(None, tool_call("look")), tool("secret")]
+    says = recorded(chat(more), completion(assistant("A secret.")), began=110)
+    later = recorded(
+        chat([*more, assistant("A secret."), user("Thanks")]), completion(assistant("Bye.")), began=10**7
+    )
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([first])
+        await ingest(config)
+        async with open_state(config.state_dir) as store:
+            ingestion = Ingestion(store, config)
+            subject = conversation_of(first)
+            await store.write(erasures.begin, Kind.CONVERSATION, subject, [subject], blocks=True)
+            assert await Eraser(store, config, ingestion).finish()
+            await ingestion.close()
+            told = await store.read(erasures.everything_erased)
+        assert [each["kind"] for each in told] == ["conversation", "call"], "a backup learns of the call"
+        for is_removed in (False, True):
+            if is_removed:
+                for each in (config.state_dir / "calls").glob("calls.db*"):
+                    each.unlink()
+            server.log.append([asks, says, later])
+            (report,) = await ingest(config)
+            assert (report.error, report.counts.erased, report.counts.replies) == (None, 3, 3)
+            with CallLog(call_log_copy_path(config.state_dir)) as copy:
+                ids = {call.request_id for call in (asks, says, later)}
+                assert copy.erased(ids) == ids
+                assert copy.purge()
+            found = [path for path in config.state_dir.rglob("*") if path.is_file()]
+            assert not [path for path in found if b"secret" in path.read_bytes()]
+        assert exported(config) == []
+
+
 async def test_an_answer_by_a_finish_function_is_the_answer(tmp_path: Path) -> None:
     finish = tool_call("generate_response", '{"response": "It is 2."}')
     with LogServer(tmp_path / "a.db") as server:
@@ -227,32 +269,70 @@ async def test_a_server_that_is_away_delays_conversations_and_mixes_none(tmp_pat
         assert len(exported(config)) == 1
 
 
-async def test_an_inbox_that_cannot_be_written_is_reported_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_copy_that_cannot_be_written_is_reported_and_nothing_is_lost(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         server.log.append(turn(1, 0))
         (config.state_dir / "calls").mkdir(parents=True)
-        (config.state_dir / "calls" / "spans.sqlite").write_text("This is no database." * 100)
+        (config.state_dir / "calls" / "calls.db").write_text("This is no database." * 100)
         (report,) = await ingest(config)
         assert report.error is not None
-        assert "spans.sqlite" in str(report.error)
-        (config.state_dir / "calls" / "spans.sqlite").unlink()
+        assert "calls.db" in str(report.error)
+        (config.state_dir / "calls" / "calls.db").unlink()
         (report,) = await ingest(config)
         assert (report.error, report.new) == (None, 1)
 
 
-async def test_a_removed_inbox_loses_nothing_that_was_ingested(tmp_path: Path) -> None:
+async def test_a_removed_copy_loses_nothing_that_was_ingested(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         server.log.append(turn(1, 0))
         await ingest(config)
-        for each in (config.state_dir / "calls").glob("spans.sqlite*"):
+        for each in (config.state_dir / "calls").glob("calls.db*"):
             each.unlink()
         server.log.append(turn(2, 100))
         await ingest(config)
     assert len(exported(config)) == 2
+
+
+async def test_a_reopened_trace_and_a_full_scan_are_extracted_again(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([*turn(1, 0), *turn(2, 100)])
+        await ingest(config)
+        config = config_of(tmp_path, server, ingest={"agents": {"exclude": ["my-agent"]}})
+        await ingest(config)
+        assert await read(config, outcomes) == {("converted", None): 2}
+        excluded = ("skipped", SkipReason.AGENT_EXCLUDED)
+        async with open_state(config.state_dir) as store:
+            reply = await store.read(lambda conn: conn.execute(select(replies).order_by(replies.c.id)).first())
+            assert await store.write(reopen, reply.source_id, [reply.trace_id]) == 2, "its calls"
+        await ingest(config)
+        assert await read(config, outcomes) == {("converted", None): 1, excluded: 1}
+        assert (await deep_audited(config)).sources[0].extracted_differently == 1
+        await ingest(config, sweep=True)
+        assert await read(config, outcomes) == {excluded: 2}
+
+
+async def test_a_reply_that_becomes_due_again_while_it_is_stored_is_handed_on_again(tmp_path: Path) -> None:
+    """As when another source gives up its calls at that moment."""
+    handed_on = []
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        async with open_state(config.state_dir) as store:
+            ingestion = Ingestion(store, config)
+            await ingestion.pull_calls()
+            (source,) = ingestion.sources()
+            number = await store.write(ledger.source_id, str(source.path), ledger.CALLS)
+            async for batch in source.connector.read(number, Cursor(), final=True):
+                await store.write(calls_connector.record, number, batch, train_ratio=0.5, split_seed=0)
+                if batch.entries and not handed_on:
+                    await store.write(reopen, number, [batch.entries[0].trace_id])
+                handed_on += [entry.span_id for entry in batch.entries]
+            await ingestion.close()
+    assert len(handed_on) == 2
+    assert len(set(handed_on)) == 1
 
 
 def test_calls_that_are_not_recorded_cannot_be_a_source(tmp_path: Path) -> None:
@@ -262,7 +342,7 @@ def test_calls_that_are_not_recorded_cannot_be_a_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arrival", [1, 2, 3])
 @pytest.mark.parametrize("point", [*CALLS_POINTS, "before commit", "after commit"])
-async def test_a_kill_between_calls_inbox_and_ledger_loses_and_doubles_nothing(
+async def test_a_kill_between_calls_and_ledger_loses_and_doubles_nothing(
     tmp_path: Path, point: str, arrival: int
 ) -> None:
     with LogServer(tmp_path / "a.db", page_calls=7) as server:
@@ -280,21 +360,19 @@ async def test_a_kill_between_calls_inbox_and_ledger_loses_and_doubles_nothing(
         assert (await deep_audited(config)).problems == []
 
 
-async def test_a_dry_run_beside_a_daemon_takes_turns_with_it(tmp_path: Path) -> None:
+async def test_dry_runs_beside_a_daemon_change_nothing(tmp_path: Path) -> None:
     calls = sorted((call for n in range(30) for call in turn(n, n / 2)), key=lambda call: call.ended_ns)
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
-        (source,) = config.sources
-        assert isinstance(source, CallsSource)
-        finders = [ConversationFinder(config, source) for _ in range(3)]
-        with CallLog(call_log_copy_path(config.state_dir)) as call_log_copy:
-            for place in range(0, len(calls), 6):
-                call_log_copy.append(calls[place : place + 6])
-                await asyncio.gather(*(finder.update(calls[place].ended_ns, final=True) for finder in finders))
-            await asyncio.gather(*(finder.update(time.time_ns()) for finder in finders))
-        for finder in finders:
-            await finder.close()
-        await ingest(config)
+        async with open_state(config.state_dir) as store:
+            for place in range(0, len(calls), 20):
+                server.log.append(calls[place : place + 20])
+                async with copied_state(config.state_dir) as first, copied_state(config.state_dir) as second:
+                    each = [Ingestion(own, config, export_tasks=own is store) for own in (first, store, second)]
+                    found = await asyncio.gather(*(ingestion.run(final=True) for ingestion in each))
+                    assert len({(report.counts.tasks, report.error) for (report,) in found}) == 1
+                    for ingestion in each:
+                        await ingestion.close()
     assert await read(config, outcomes) == {("converted", None): 30}
     lines = exported(config)
     assert len({line["metadata"]["conversation_id"] for line in lines}) == 30
@@ -308,15 +386,16 @@ async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -
         store, stop = await Store.open(config.state_dir), asyncio.Event()
         stop.set()
         ingestion = Ingestion(store, config)
-        await ingestion.pull_calls(stop)
-        assert ingestion.sources() == []
-        await ingestion.pull_calls()
-        assert len(ingestion.sources()) == 1
+        assert await ingestion.pull_calls() == []
+        (source,) = ingestion.sources()
+        assert (await source.read(stop=stop)).new == 0
+        assert await ingestion.pull_calls() == [source]
+        assert (await source.read()).new == 3
         await ingestion.close()
         await store.close()
 
 
-async def test_the_doctor_says_what_was_found_and_the_inbox_is_private(tmp_path: Path) -> None:
+async def test_the_doctor_says_what_was_found_and_the_copy_is_private(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         (finding,) = check_sources(config)
@@ -324,10 +403,10 @@ async def test_the_doctor_says_what_was_found_and_the_inbox_is_private(tmp_path:
         server.log.append(turn(1, 0))
         await ingest(config)
     (finding,) = check_sources(config)
-    assert (finding.result, finding.figures["spans"]) == (Result.OK, 3)
-    assert finding.subject == str(config.state_dir / "calls" / "spans.sqlite")
+    assert (finding.result, finding.figures["calls"]) == (Result.OK, 2)
+    assert finding.subject == str(config.state_dir / "calls" / "calls.db")
     for each in (config.state_dir / "calls").iterdir():
-        assert each.stat().st_mode & 0o077 == 0, "the inbox is private"
+        assert each.stat().st_mode & 0o077 == 0, "the copy is private"
 
 
 async def test_the_alias_that_was_called_says_the_target(tmp_path: Path) -> None:

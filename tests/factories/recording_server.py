@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.serving.client.replica_client import Replica
-from flywheel.sources.calls.conversations import Conversations
+from flywheel.store import placed_calls
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.factories.config import make_config
 
@@ -47,10 +47,8 @@ def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any
 
 def end_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies that wait for their traces have waited for `LONG_WAIT`."""
-    due = Conversations.due
-    monkeypatch.setattr(
-        Conversations, "due", lambda self, now_ns: due(self, now_ns + int(LONG_WAIT["calls_wait_seconds"] * 1e9))
-    )
+    due, waited_ns = placed_calls.due, int(LONG_WAIT["calls_wait_seconds"] * 1e9)
+    monkeypatch.setattr(placed_calls, "due", lambda conn, now_ns, limit: due(conn, now_ns + waited_ns, limit))
 
 
 def exported(config: Config) -> list[Json]:

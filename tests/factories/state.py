@@ -62,12 +62,12 @@ def read_state(state_dir: Path, work: Callable[..., T], *arguments: Any, **value
     return in_thread(read())
 
 
-async def ingest(config: Config) -> list[SourceReport]:
+async def ingest(config: Config, *, sweep: bool = False) -> list[SourceReport]:
     """One pass over all sources, as `flywheel ingest` makes it."""
     async with open_state(config.state_dir) as store:
         ingestion = Ingestion(store, config)
         try:
-            return await ingestion.run(final=True)
+            return await ingestion.run(final=True, sweep=sweep)
         finally:
             await ingestion.close()
 

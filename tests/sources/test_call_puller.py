@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.errors import CallLogError
+from flywheel.records.trace import Cursor
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
 from flywheel.sources import call_puller
 from flywheel.sources.call_puller import (
@@ -360,3 +362,28 @@ async def test_a_copy_that_cannot_be_purged_is_pulled_all_the_same(
             assert pulled(puller, [*told, *more]) == [*told[1:], *more]
             assert puller.pending() == {COPY: 1}
     assert caplog.text.count("disk full") == 1
+
+
+def test_a_cursor_has_the_numbers_that_still_wait_and_the_file(tmp_path: Path) -> None:
+    sent = calls(0, 4)
+    with CallLogCopy(tmp_path / "calls.db") as log:
+        log.append(reversed(sent))
+        cursor, numbers = log.unread(Cursor(), sent[2].ended_ns)
+        assert list(numbers) == [4, 3], "in the order in which they began"
+        assert (cursor.rowid, cursor.identity, cursor.anchor) == (4, log.state().log_id, "[1, 2]")
+        log.append(late := calls(10, 1))
+        assert list(log.unread(cursor, sent[3].ended_ns)[1]) == [2]
+        behind, numbers = log.unread(cursor, late[0].ended_ns + 1)
+        assert list(numbers) == [2, 1, 5]
+        assert (behind.rowid, behind.anchor) == (5, "")
+        assert log.unread(behind, 10**19 // 2) == (behind, array("q"))
+        assert list(log.numbered(numbers)) == [sent[2], sent[3], late[0]]
+        log.erase([sent[2].request_id])
+        assert list(log.numbered(numbers)) == [sent[3], late[0]]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with CallLogCopy(tmp_path / "calls.db") as log:
+        log.append(sent)
+        anew, numbers = log.unread(behind, late[0].ended_ns)
+        assert list(numbers) == [1, 2, 3, 4]
+        assert anew.identity != behind.identity

@@ -19,7 +19,10 @@ from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import put_judged
 
 PLANTED = WORDS[0]
-EMPTIED: Final = {replies, tasks, dead_letters, embeddings, schema.signature_bands, schema.recent_bands}
+EMPTIED: Final = {
+    replies, tasks, dead_letters, embeddings, schema.signature_bands, schema.recent_bands, schema.placed_calls,
+    schema.call_hashes,
+}  # fmt: skip
 """Tables whose rows are emptied in all columns, or go. So do rows of tables that refer to tasks or replies."""
 OTHERS: Final = {
     "renamed": "conversations: key like; gate_conversations: conversation; watch_units: unit request_id;"
@@ -32,7 +35,7 @@ OTHERS: Final = {
     # all is erased.
     "no text of a task, and no id of a person": "meta: key;"
     " sources: path schema identity fingerprint anchor type condition swept_at read_at;"
-    " erasures: kind pseudonym subject state report created_at finished_at; erased_conversations: pseudonym;"
+    " erasures: kind pseudonym subject state report created_at finished_at; erased_conversations: pseudonym; erased_answers: hash;"
     " traces: trace_id rowids; conversations: split; events: at kind subject old new; judge_days: day purpose;"
     " judge_costs: day purpose currency; judge_errors: hour; judge_models: hash model endpoint first_used_at;"
     " rubrics: hash name first_used_at; requests: kind requested_by state created_at finished_at;"

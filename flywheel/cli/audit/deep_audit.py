@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from flywheel.records.states import ReplyState
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
+from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.reader import JsonlReader, is_folder
@@ -36,7 +38,7 @@ from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio.schema import digest_of
 from flywheel.sources.studio_connector import StudioConnector
-from flywheel.store import ledger, task_file
+from flywheel.store import ledger, placed_calls, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import LedgerSnapshot, StoredReply
 from flywheel.store.reply_names import named
@@ -149,6 +151,8 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                     met = await _DatabaseComparison(
                         store, source.connector.selection, audit, number, _call_log_copy(ingestion)
                     ).run(scan)
+                elif isinstance(source.connector, CallsConnector):
+                    met = await _compare_calls(store, source.connector, audit, number)
                 else:
                     met = await _compare_file(store, audit, number, config.privacy.exclude.names)
                 audit.gone = len(before - met)
@@ -319,6 +323,30 @@ def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False
     return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
+
+
+async def _compare_calls(store: Store, connector: CallsConnector, audit: SourceAudit, source: int | None) -> set[int]:
+    """Compare the replies that were found in recorded calls, as far as their calls are still there; returns the
+    numbers of those in the ledger."""
+    audit.not_read_yet = await store.read(placed_calls.count_waiting)
+    met: set[int] = set()
+    if source is None:
+        return met
+    async with aclosing(connector.rescan(source, whole=True)) as batches:
+        async for extracted in batches:
+            batch = await store.read(named, source, extracted)
+            contents: dict[str, int | None] = {row.span_id: None for row in batch.dead}
+            contents |= {entry.span_id: entry.content for entry in batch.entries}
+            spans = {row.span_id: (row.trace_id, "") for row in batch.dead}
+            spans |= {entry.span_id: (entry.trace_id, entry.started_at) for entry in batch.entries}
+            held = (await store.read(ledger.snapshot, source, [], spans)).replies
+            audit.missing += [span for span in contents if span not in held]
+            audit.extracted_differently += sum(
+                _differs(held[span], contents[span]) for span in contents.keys() & held.keys()
+            )
+            met |= {held[span].number for span in contents.keys() & held.keys()}
+    audit.in_ledger = len(met)
+    return met
 
 
 async def _compare_file(store: Store, audit: SourceAudit, source: int | None, private: PrivateNames) -> set[int]:

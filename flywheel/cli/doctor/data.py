@@ -25,8 +25,9 @@ from flywheel.records.round import METRICS_FILE
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
 from flywheel.serving.server.vllm_command import chat_arguments
+from flywheel.sources.call_puller import pulled_servers
 from flywheel.sources.jsonl.reader import JsonlFile, files_of, unread_in
-from flywheel.sources.otlp.inbox import inbox_of
+from flywheel.sources.otlp.inbox import own_file
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of
 from flywheel.store.kernel.database import found_version, read_once
@@ -139,7 +140,7 @@ def _subject(config: Config, source: Source) -> str:
         case OtlpSource():
             return source.listen
         case CallsSource():
-            return str(inbox_of(source, config.state_dir))
+            return str(own_file(source, config.state_dir))
     return str(source.path.absolute())
 
 
@@ -151,6 +152,9 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
             return *_receiver(config, source), subject, figures
         case CallsSource() if not path.exists():
             return Result.OK, "no reply was found in recorded calls yet", "", subject, figures
+        case CallsSource():
+            calls, size = sum(each.calls for each in pulled_servers(path).values()), path.stat().st_size
+            text, figures = f"{quantity(calls, 'recorded call')}, {byte_size(size)}", {"calls": calls, "bytes": size}
         case JsonlSource():
             files = files_of(path)
             for file in files:
@@ -174,7 +178,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
     if is_network(kind := file_system(path)):
         remedy = "Run Flywheel on the machine that writes it: locks and events may not reach over a network."
         return Result.WARNING, f"{text}; on {kind}", remedy, subject, figures
-    if not figures.get("spans", figures.get("files")):
+    if not next(iter(figures.values())):
         remedy = "Let an agent write its traces or task lines there, or correct the path."
         return Result.WARNING, text if unread else f"{text}: nothing is in it yet", remedy, subject, figures
     return Result.OK, text, "", subject, figures

@@ -25,6 +25,7 @@ from flywheel.errors import ReceiverError
 from flywheel.records.repeated_ids import SAME_START_NS, runs_of
 from flywheel.records.request_id import recorded_in
 from flywheel.records.trace import LATEST_NS
+from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.system.files import file_identity, looked_up, make_private_database, sync
 from flywheel.system.heartbeat import INSTRUCTIONS, current_heartbeat
 
@@ -118,10 +119,10 @@ def inbox_path(state_dir: Path, listen: str) -> Path:
     return state_dir / "otlp" / f"{name}-{port}.sqlite"
 
 
-def inbox_of(source: OtlpSource | CallsSource, state_dir: Path) -> Path:
-    """The inbox of a source whose spans Flywheel stores itself."""
+def own_file(source: OtlpSource | CallsSource, state_dir: Path) -> Path:
+    """The file of a source that Flywheel writes itself: the inbox of received spans, or the copy of the call logs."""
     if isinstance(source, CallsSource):
-        return state_dir / "calls" / "spans.sqlite"
+        return call_log_copy_path(state_dir)
     return inbox_path(state_dir, source.listen)
 
 

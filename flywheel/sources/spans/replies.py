@@ -55,7 +55,7 @@ INTERRUPTION_SENTENCES: Final = frozenset(
 )
 NO_CALLS: Final[Mapping[str, ModelCall]] = MappingProxyType({})
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
+BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
 _FINISH_NAMES: Final = re.compile(rf'"(?:{"|".join(FINISH_FUNCTIONS)})\\?"'.encode())
 """One of them as a JSON text, also within another text."""
@@ -80,9 +80,9 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
         replies += own
         dead += bad
         if len(replies) >= _GROUP:
-            entries += _entries(replies, source, selection.models, dead)
+            entries += entries_or_dead(replies, source, selection.models, dead)
             replies.clear()
-    entries += _entries(replies, source, selection.models, dead)
+    entries += entries_or_dead(replies, source, selection.models, dead)
     return replace(
         batch,
         traces=(),
@@ -96,13 +96,13 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
     )
 
 
-def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
+def entries_or_dead(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
     """The entries of replies. A reply that cannot be written becomes a dead row."""
     entries: list[Entry] = []
     for reply in replies:
         try:
             entries.append(entry_of(reply, source, models))
-        except _BAD_CONTENT as error:
+        except BAD_CONTENT as error:
             why = storable(f"it cannot be written as JSON: {error}")[:2000]
             whose = reply.conversation_id, reply.user
             dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500], *whose))
@@ -181,7 +181,7 @@ def _named(spans: Sequence[Span], rows: Sequence[tuple[list[str], list[str]]]) -
 def _is_private(span: Span, selection: ReplySelection) -> bool:
     try:
         return at.is_private(span, selection.private)
-    except _BAD_CONTENT:
+    except BAD_CONTENT:
         return True  # Its names cannot be read.
 
 
@@ -213,7 +213,7 @@ def _replies_of(
     for agent in tree.agents:
         try:
             reply = finished_reply(tree, agent, selection)
-        except _BAD_CONTENT as error:
+        except BAD_CONTENT as error:
             dead.append(_dead(agent, rows, f"its content cannot be read: {error}"))
             continue
         if is_open:
@@ -228,7 +228,7 @@ def _missing_agents(tree: Tree, selection: ReplySelection) -> Iterator[Reply]:
     for parent, children in tree.missing_agents.items():
         try:
             yield unfinished_reply(tree, parent, children, selection)
-        except _BAD_CONTENT:
+        except BAD_CONTENT:
             # The children cannot be read either; all that is known is that the reply existed.
             bare = [replace(child, attributes=Attributes(), kind=SpanKind.OTHER, events=()) for child in children]
             yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare, selection)
@@ -512,7 +512,7 @@ def _shows_nothing(agent: Span) -> bool:
     elsewhere."""
     try:
         return bool(agent.cut & (QUESTIONS | ANSWERS)) or (not error_text(agent) and at.agent_output(agent) is None)
-    except _BAD_CONTENT:
+    except BAD_CONTENT:
         return False
 
 

@@ -215,6 +215,47 @@ reply_calls = Table(
 )
 """The recorded calls of each reply by request id; `is_joined` says whether it was found in the call log."""
 
+placed_calls = Table(
+    "placed_calls",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("request_id", Text, nullable=False, unique=True),
+    Column("trace_id", Text, nullable=False, index=True),
+    Column("conversation", Text, nullable=False, index=True),
+    Column("root", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("started_ns", BigInteger, nullable=False),
+    Column("ended_ns", BigInteger, nullable=False),
+    Column("placed_ns", BigInteger, nullable=False, index=True),
+    Column("is_answered", Boolean, nullable=False),
+    Column("is_continued", Boolean, nullable=False),
+    Column("is_erased", Boolean, nullable=False),
+    Column("due_ns", BigInteger),
+    Index("placed_calls_due", "due_ns", sqlite_where=text("due_ns IS NOT NULL")),
+)
+"""The recorded calls that replies are found in, in the order in which they were placed in conversations; see
+`flywheel.store.placed_calls`. The calls with one `trace_id` are one reply, which becomes a row of `replies` at
+`due_ns`, and again when another call joins it; NULL: nothing is to be done. `root` is the conversation whose split
+it takes, `placed_ns` the time of the daemon. `is_erased`: it goes on from an erased call."""
+
+call_hashes = Table(
+    "call_hashes",
+    metadata,
+    Column("hash", LargeBinary, primary_key=True),
+    Column("number", ForeignKey("placed_calls.number"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+"""By what a later call is known to continue a placed one: keyed hashes of its messages with each answer, and of the
+ids of tool calls in its answers."""
+
+erased_answers = Table(
+    "erased_answers",
+    metadata,
+    Column("hash", LargeBinary, primary_key=True),
+    sqlite_with_rowid=False,
+)
+"""The hashes of erased calls, as in `call_hashes`: what goes on from them is counted and not stored."""
+
 dead_letters = Table(
     "dead_letters",
     metadata,

@@ -24,9 +24,10 @@ from msgspec.structs import replace
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import page_json, read_page
 from flywheel.sources.call_puller import COPY, CallLogCopy
-from flywheel.sources.calls.conversations import Conversations, extending
+from flywheel.sources.calls.conversations import extending
 from tests import warm
 from tests.factories.call_log import assert_gone, assert_uses_are_right, numbered, only_of, stored
+from tests.sources.calls.placing import Conversations
 from tests.sources.calls.recorded import BEGIN_NS, SECOND_NS, assistant, chat, completion, recorded, user
 
 DUMP = Path(__file__).parents[2] / "data" / "calls" / "format-1.sql"
@@ -202,12 +203,6 @@ def test_its_erasures_hold_and_its_calls_are_erased(path: Path) -> None:
         assert log.erased_between(0, 99) == 3
         assert log.pending() == {COPY: 3, "http://127.0.0.1:8000": 3}
         assert log.ids_of(["c-2"], []) == log.ids_of([], ["ana"]) == [request_id(at) for at in TWO]
-        # A call that goes on from an erased one is erased where it is placed.
-        log.append([later("erased", 21)])
-        conversations = Conversations(log, idle_ns=3600 * SECOND_NS)
-        while conversations.place(BEGIN_NS + 10**6 * SECOND_NS):
-            pass
-        assert log.erased([request_id(21)]) == {request_id(21)}
         calls = stored(log)
         some = [each for each in calls if each.request_id in {request_id(at) for at in TWO}]
         left = [each for each in calls if each not in some]

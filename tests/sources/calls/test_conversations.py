@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
+from sqlalchemy import select
 
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.sources.call_puller import CallLogCopy
-from flywheel.sources.calls.conversations import Conversations, FoundReply, extending, rows_of
+from flywheel.sources.calls.conversations import extending, outline
+from flywheel.sources.calls.parsing import parse
+from flywheel.store import placed_calls
+from flywheel.store.kernel.schema import call_hashes
 from tests.cases import for_each
 from tests.factories.foreign_call import PATHS, VALUES
+from tests.sources.calls.placing import Conversations, Reply
 from tests.sources.calls.recorded import (
     BEGIN_NS,
     SECOND_NS,
@@ -47,18 +52,18 @@ def at(seconds: float) -> int:
 class Found:
     """The replies that were found in some calls."""
 
-    def __init__(self, replies: list[FoundReply]) -> None:
+    def __init__(self, replies: list[Reply]) -> None:
         self.replies = {call.request_id: reply for reply in replies for call in reply.calls}
 
-    def of(self, call: RecordedCall) -> FoundReply:
+    def of(self, call: RecordedCall) -> Reply:
         return self.replies[call.request_id]
 
     def calls(self, call: RecordedCall) -> list[str]:
         return [each.request_id for each in self.of(call).calls]
 
 
-def handed_on(conversations: Conversations, now_ns: int = LATER_NS) -> list[FoundReply]:
-    found: list[FoundReply] = []
+def handed_on(conversations: Conversations, now_ns: int = LATER_NS) -> list[Reply]:
+    found: list[Reply] = []
     while due := conversations.due(now_ns):
         found += due
         conversations.hand_on(due)
@@ -329,6 +334,21 @@ def test_a_reply_is_handed_on_when_it_is_answered_and_again_when_it_goes_on(tmp_
         assert (longer.id, len(longer.calls)) == (reply.id, 3)
 
 
+def test_a_reply_that_goes_on_waits_for_its_last_call_alone(tmp_path: Path) -> None:
+    nudge = [user("hello"), assistant("Let me see."), REMINDER]
+    calls = [
+        asked([user("hello")], assistant("Let me see."), 0),
+        asked(nudge, assistant(None, tool_call("f")), 2),
+    ]
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append(calls)
+        conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS), wait_ns=5 * SECOND_NS)
+        assert conversations.place(LATER_NS) == 2
+        assert handed_on(conversations, at(100)) == []
+        (reply,) = handed_on(conversations, at(IDLE + 3))
+        assert (reply.skip, len(reply.calls)) == (SkipReason.UNFINISHED, 2)
+
+
 def test_a_reply_without_an_answer_is_handed_on_as_unfinished_when_it_was_idle(tmp_path: Path) -> None:
     with CallLog(tmp_path / "calls.db") as log:
         log.append([asked([user("hello")], assistant(None, tool_call("f")), 0)])
@@ -342,17 +362,26 @@ def test_a_reply_without_an_answer_is_handed_on_as_unfinished_when_it_was_idle(t
 
 def test_what_cannot_be_continued_is_forgotten(tmp_path: Path) -> None:
     def rows(log: CallLog) -> list[int]:
-        tables = ("answered", "tool_calls", "found_replies", "unplaced")
-        with log.reading() as connection:
-            return [connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
+        """Answers and ids of tools by which a call is continued, replies, and calls that wait."""
+        hashed = placed_calls._keyed(conversations.connection)
+        hashes = {row.hash for row in conversations.connection.execute(select(call_hashes))}
+        outlines = [outline(parse(log.find([each])[each])) for each in ids]
+        ends, tools = ({hashed(each) for own in outlines for each in getattr(own, name)} for name in names)
+        replies = conversations.rows(select(placed_calls.placed_calls.c.trace_id).distinct())
+        return [len(hashes & ends), len(hashes & tools), len(replies), conversations.place(0)]
+
+    names = ("ends", "own_tool_ids")
+    ids: list[str] = []
 
     with CallLog(tmp_path / "calls.db") as log:
-        log.append([asked([user("hello")], assistant("Hi", tool_call("generate_response")), 0)])
+        log.append([hello := asked([user("hello")], assistant("Hi", tool_call("generate_response")), 0)])
+        ids.append(hello.request_id)
         conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
         conversations.place(LATER_NS)
         conversations.prune(time.time_ns() + SECOND_NS)
         assert rows(log) == [0, 0, 1, 0], "what was not handed on is kept"
-        log.append([asked([user("late")], assistant("Hi", tool_call("generate_response")), 100)])
+        log.append([late := asked([user("late")], assistant("Hi", tool_call("generate_response")), 100)])
+        ids.append(late.request_id)
         conversations.place(LATER_NS)
         handed_on(conversations)
         conversations.prune(time.time_ns() - 3600 * SECOND_NS)
@@ -413,13 +442,15 @@ def check_all_are_placed(calls: list[RecordedCall]) -> None:
         conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
         while conversations.place(LATER_NS):
             pass
+        batch = conversations.batch(conversations.found(LATER_NS))
         found = handed_on(conversations)
     assert sorted(call.request_id for reply in found for call in reply.calls) == sorted(
         call.request_id for call in calls
     )
-    for reply in found:
-        values = [value for row in rows_of(reply, "a") for value in row]
-        assert all(value is None or isinstance(value, str | int | float) for value in values)
+    rows = (*batch.entries, *batch.dead)
+    assert sorted(row.trace_id for row in rows) == sorted(reply.trace_id for reply in found)
+    for row in rows:
+        assert all(value.encode() is not None for value in asdict(row).values() if isinstance(value, str))
 
 
 class Client:
@@ -482,7 +513,7 @@ def test_any_interleaving_of_conversations_gives_the_conversations_back(
     calls = sorted((call for client in clients for call in client.calls), key=lambda call: call.ended_ns)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(calls)), max_size=3)))
     with log_of([]) as log:
-        replies: dict[str, FoundReply] = {}
+        replies: dict[str, Reply] = {}
         for begin, end in zip([0, *cuts], [*cuts, len(calls)], strict=True):
             # As the daemon reads them: what had ended by a time, and a new process each time.
             log.append(calls[begin:end])
@@ -554,14 +585,14 @@ def test_what_was_noted_of_an_erased_call_is_erased(tmp_path: Path) -> None:
             pass
         log.append([new])
         assert conversations.place(at(1)) == 0  # It is listed, and not placed yet.
-        log.erase([hello.request_id, more.request_id, new.request_id])
+        conversations.erase([hello.request_id, more.request_id, new.request_id])
         assert log.purge()
         while conversations.place(LATER_NS):
             pass
         assert [reply.id for reply in handed_on(conversations)] == [other.request_id]
-        with log.reading() as connection:
-            answered = connection.execute("SELECT request_id FROM answered").fetchall()
-        assert answered == [(other.request_id,)]
+        assert conversations.placed() == [other.request_id]
+        with_answer = select(placed_calls.placed_calls.c.request_id).join(call_hashes)
+        assert conversations.rows(with_answer) == [(other.request_id,)]
     assert b"ana" not in (tmp_path / "calls.db").read_bytes()
 
 
