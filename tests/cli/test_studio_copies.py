@@ -90,7 +90,7 @@ def test_a_daemon_keeps_no_copy_between_passes(tmp_path: Path) -> None:
     reader, ledger = StudioReader(closed_wal(tmp_path), QUICK, copies=tmp_path), Ledger()
     seen = 0
     for batch in reader.read(ledger.cursor, ledger, now=NOW):
-        ledger.store(batch, reader.schema)
+        ledger.store(batch, reader)
         seen += len(left_in(tmp_path))
     assert seen, "it was read from a copy"
     assert left_in(tmp_path) == []
