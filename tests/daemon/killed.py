@@ -53,6 +53,8 @@ class Trap:
     def __init__(self, point: str, arrival: int) -> None:
         assert point in (*POINTS, *CALLS_POINTS)
         self._point = point
+        self.long_rows = 10**9 if point == "before extraction" else LONG_ROWS
+        """This process extracts by itself, or workers do as soon as there is more than a page."""
         self._left = arrival
 
     def is_next(self, point: str) -> bool:
@@ -136,7 +138,7 @@ def set_up(trap: Trap) -> None:
     Inbox.store = trapped_store  # type: ignore[method-assign]
     conversations.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
     database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many batches in a pass
-    studio_connector.LONG_ROWS = LONG_ROWS  # type: ignore[misc]  # some passes use workers, others do not
+    studio_connector.LONG_ROWS = trap.long_rows  # type: ignore[misc]
     TraceExtractor.extract = trapped_extract  # type: ignore[method-assign]
     Workers._ask = trapped_ask  # type: ignore[method-assign]
     studio_connector.JOINED_BATCHES = 1  # type: ignore[misc]  # each with a commit, however fast they are read
