@@ -229,11 +229,11 @@ class StudioConnector:
                     self.progress = progress
                 rest: Step | None = step
                 while rest is not None:
-                    batch, *_, rest = await self._extracted(rest, under_way)
+                    try:
+                        batch, *_, rest = await self._extracted(rest, under_way)
+                    except _RowsMovedError:
+                        break  # the rows are gone, or the next pass starts over
                     yield await self._without_private_calls(batch)
-        except _RowsMovedError:
-            # The next pass starts over, or the rows are gone.
-            self.forget()
         finally:
             await self.in_thread(steps.close)
 

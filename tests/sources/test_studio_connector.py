@@ -318,6 +318,27 @@ async def test_rows_that_are_renumbered_beside_a_writer_in_mid_pass_are_all_read
     await ingestion.close()
 
 
+async def test_a_full_scan_goes_on_behind_rows_that_are_deleted_meanwhile(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*(agent(f"a{number}", f"What is {number}?", trace=f"t{number}") for number in range(90)))
+    ingestion = Ingestion(store, config_of(studio.path, tmp_path))
+    (source,) = ingestion.sources()
+    assert (await source.read(final=True)).counts.replies == 90
+    execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'What is 88', 'Why 88')")
+    extracted = StudioConnector._extracted
+
+    async def disturbed(self: StudioConnector, *args: Any) -> Any:
+        execute(studio.path, "DELETE FROM span_table WHERE id = 'a3'")
+        return await extracted(self, *args)
+
+    monkeypatch.setattr(StudioConnector, "_extracted", disturbed)
+    assert (await source.rescan(whole=True, throttled=False)).re_extracted == 1
+    assert (await source.read(final=True)).counts.replies == 90
+    await ingestion.close()
+
+
 async def test_rows_that_move_whenever_they_are_read_are_an_error(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
