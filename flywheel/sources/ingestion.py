@@ -614,9 +614,10 @@ class Ingestion:
                 for source in await self._reopened():
                     if source in reports:
                         reports[source] = await self._again(source, reports[source], final=final, stop=stop)
-            has_copy = self.calls is not None and self.calls.call_log_copy.path.exists()
-            if self.calls is not None and has_copy and await asyncio.to_thread(self.calls.pending):
-                await self.calls.finish_erasing()
+            if self.calls is not None and self.calls.call_log_copy.path.exists():
+                pending = await asyncio.to_thread(self.calls.pending)
+                if pending:
+                    await self.calls.finish_erasing()
             return [*reports.values(), error] if error is not None else list(reports.values())
 
         reading = asyncio.create_task(read_all())
