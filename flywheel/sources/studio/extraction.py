@@ -46,7 +46,7 @@ class TraceExtractor:
         self, database: Database, schema: Schema, selection: ReplySelection, source: str, calls: CallLog | None = None
     ) -> None:
         self.schema: Final = schema
-        self._database = database
+        self.database = database
         self._selection = selection
         self._source = source
         self._calls = calls
@@ -60,7 +60,7 @@ class TraceExtractor:
             some = some[: len(some) // 2]
         self._most = 2 * len(some) if len(some) < len(traces) else max(self._most, 2 * len(some))
         if any(len(own) < len(trace.spans) for own, trace in zip(rows, some, strict=True)):
-            return Extraction(Batch(None), longest_read_ms=self._database.longest_read_ms)
+            return Extraction(Batch(None), longest_read_ms=self.database.longest_read_ms)
         raw: list[RawTrace] = []
         checkpoints: list[Checkpoint] = []
         missing: dict[str, list[str]] = {}
@@ -82,7 +82,7 @@ class TraceExtractor:
                 checkpoints.append(checkpoint)
         batch = extract(raw, self.schema, self._selection, self._source, self._calls_of(named))
         batch = replace(batch, checkpoints=tuple(checkpoints))
-        return Extraction(batch, len(some), missing, longest_read_ms=self._database.longest_read_ms)
+        return Extraction(batch, len(some), missing, longest_read_ms=self.database.longest_read_ms)
 
     def _rows_of(self, traces: Sequence[CompleteTrace]) -> list[dict[int, bytes]] | None:
         """The packed rows of each trace by number, as far as they are where they were scanned; None if those of
@@ -91,7 +91,7 @@ class TraceExtractor:
         names = [trace.trace_id.encode() for trace in traces]
         found: list[dict[int, bytes]] = [{} for _ in traces]
         size = 0
-        for row in self._database.rows(self.schema.columns, places):
+        for row in self.database.rows(self.schema.columns, places):
             rowid = row[0]
             place = places[rowid]
             if row[2] == names[place] and span_id_of(row[1], row[2]) == traces[place].spans[rowid]:

@@ -148,7 +148,11 @@ def _answer(message: bytes) -> bytes:
     try:
         request = _decode_request(message)
         *of, traces = astuple(request)
-        return _encode(ExtractionAnswer(_extractor_of(*of).extract(traces)))
+        extractor = _extractor_of(*of)
+        extraction = extractor.extract(traces)
+        # The process may outlive the pass.
+        extractor.database.rest()
+        return _encode(ExtractionAnswer(extraction))
     except FlywheelError as error:
         condition = error.condition if isinstance(error, SourceError) else SourceError.condition
         return _encode(ExtractionAnswer(None, (error.why, error.hint, condition, error.retryable)))

@@ -172,6 +172,18 @@ def test_rows_that_are_elsewhere_now_are_not_extracted(used: InUse, tmp_path: Pa
     assert (found.count, found.batch.entries) == (0, ())
 
 
+def test_a_worker_leaves_a_log_to_its_last_writer(used: InUse, tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "a.sqlite")
+    writer = sqlite3.connect(studio.path, isolation_level=None)
+    writer.execute("PRAGMA journal_mode = WAL")
+    # It takes part in the log from its first question on.
+    writer.execute("SELECT count(*) FROM span_table").fetchone()
+    studio.write(agent("a"))
+    assert used.workers.extract(request_of(studio.path), NOBODY_LEFT).result(60).count == 1
+    writer.close()
+    assert used.processes() and [each.name for each in tmp_path.iterdir()] == ["a.sqlite"]
+
+
 @pytest.mark.slow
 def test_a_worker_loads_neither_settings_nor_checks(used: InUse) -> None:
     """Loading them takes as long as the extraction of thousands of spans, and 30 MB."""
