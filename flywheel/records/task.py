@@ -23,7 +23,7 @@ from flywheel.records.selection import TaskClass
 from flywheel.records.similarity import beginning_of, opening
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
-from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply, ToolDefinition
+from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, Reply, ToolDefinition
 from flywheel.system.files import json_line
 
 TaskLine = dict[str, Any]
@@ -294,25 +294,20 @@ RawTrace = tuple[dict[int, bytes], bool]
 class Batch(Struct, frozen=True):
     """What some rows of a source brought, stored in one transaction: entries, dead rows, checkpoints and the cursor.
 
-    A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
-    re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
-    by kind of the traces without an agent. `call_references` are the request ids that the traces name,
-    `calls` those of their calls that were pulled. `private_calls` are the request ids that private traces name: these
-    calls are to be erased. `left_out` has, by trace, how many spans fit several runs with its id.
+    Without a cursor, as in a re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows
+    follow, `kinds` the spans by kind of the traces without an agent. `private_calls` are the request ids that private
+    traces name: these calls are to be erased. `left_out` has, by trace, how many spans fit several runs with its id.
     """
 
     cursor: Cursor | None
     entries: tuple[Entry, ...] = ()
     dead: tuple[DeadRow, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    traces: tuple[RawTrace, ...] = ()
     open_traces: int = 0
     warnings: tuple[str, ...] = ()
     rows: int = 0
     more: bool = False
     kinds: dict[str, int] = {}
-    call_references: tuple[str, ...] = ()
-    calls: dict[str, ModelCall] = {}
     private_calls: tuple[str, ...] = ()
     left_out: dict[str, int] = {}
 
@@ -322,7 +317,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
     last time counts."""
     last = {entry.trace_id: at for at, batch in enumerate(batches) for entry in batch.entries}
     return replace(
-        batches[-1],
+        next((batch for batch in reversed(batches) if batch.cursor is not None), batches[-1]),
         entries=tuple(
             entry for at, batch in enumerate(batches) for entry in batch.entries if last[entry.trace_id] == at
         ),

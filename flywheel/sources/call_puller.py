@@ -255,7 +255,7 @@ def _store(connection: sqlite3.Connection, server: PulledServer) -> None:
 
 
 class CallPuller:
-    """The copy of all call logs. `sizes` and `calls_of` may be called from any thread but the event loop's."""
+    """The copy of all call logs. `sizes` may be called from any thread but the event loop's."""
 
     def __init__(self, store: Store, config: Config) -> None:
         assert config.serving.call_log is not None
@@ -310,10 +310,6 @@ class CallPuller:
         if self._servers and all(server.condition == OFF for server in self._servers.values()):
             return {**dict.fromkeys(request_ids, 0), **sizes}
         return sizes
-
-    def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
-        """Those of these calls that are there, by request id."""
-        return self.call_log_copy.calls_of(request_ids) if request_ids else {}
 
     async def _pull_first(self) -> None:
         if not self._pulled_at:

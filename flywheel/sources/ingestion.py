@@ -41,7 +41,8 @@ from flywheel.sources.jsonl.reader import files_of, unread_in
 from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import own_file
-from flywheel.sources.studio_connector import SharedLimits, StudioConnector
+from flywheel.sources.studio.workers import Workers
+from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import erasures, ledger, splits
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
@@ -505,7 +506,7 @@ class Ingestion:
         self._task_file = TaskFile(config.task_file)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
         self._redact = redactor_of(config)
-        self._shares = SharedLimits()
+        self._workers = Workers()
         self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
         self.calls = CallPuller(store, config) if config.serving.call_log is not None else None
         """Pulls recorded calls; None where none are recorded."""
@@ -564,7 +565,7 @@ class Ingestion:
             self._config,
             self._store,
             kind=source.type,
-            shares=self._shares,
+            workers=self._workers,
             models=models,
             calls=self.calls,
         )
@@ -634,6 +635,10 @@ class Ingestion:
                 for source in await self._reopened():
                     if source in reports:
                         reports[source] = await self._again(source, reports[source], final=final, stop=stop)
+            if self.calls is not None and self.calls.call_log_copy.path.exists():
+                pending = await asyncio.to_thread(self.calls.pending)
+                if pending:
+                    await self.calls.finish_erasing()
             return [*reports.values(), error] if error is not None else list(reports.values())
 
         reading = asyncio.create_task(read_all())

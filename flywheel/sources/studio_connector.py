@@ -1,36 +1,42 @@
-"""Connects one Studio database with the ledger: rows are read, replies extracted and batches stored concurrently.
+"""Connects one Studio database with the ledger: complete traces are found, extracted and handed on to be stored.
 
-Reading has a thread of its own, so a slow disk delays no other source. Of a long history, replies are extracted in a
-child process while the next rows are read and the last batches stored. Batches are stored in the order in which they
-were read, so a crash leaves a whole prefix.
+Scanning has a thread of its own, so a slow disk delays no other source. Of a long history, worker processes extract
+the traces while the next rows are scanned and the last replies stored. Results are stored in the order of the scan,
+each with the cursor behind its rows, so a crash leaves a whole prefix.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from threading import BoundedSemaphore
-from typing import Final, Generic, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from flywheel.config import Config
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.task import Batch, joined
-from flywheel.records.trace import Cursor, ReplySelection
+from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.otlp.inbox import private_calls
-from flywheel.sources.spans.extraction_process import ExtractionProcess
-from flywheel.sources.spans.replies import extract
-from flywheel.sources.studio.reader import Checkpoints, StudioReader
-from flywheel.sources.studio.trace_completion import FOREVER_NS
+from flywheel.sources.studio.database import fault
+from flywheel.sources.studio.extraction import Extraction, TraceExtractor
+from flywheel.sources.studio.reader import Checkpoints, Step, StudioReader
+from flywheel.sources.studio.trace_completion import FOREVER_NS, CompleteTrace
+from flywheel.sources.studio.workers import ExtractionRequest, Workers
 from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.kernel.database import Store
 from flywheel.system.clock import steady
@@ -39,23 +45,18 @@ from flywheel.system.process_folder import copies_in
 T = TypeVar("T")
 
 LONG_ROWS: Final = 4_000
-"""A pass with this many rows ahead of it uses a child process for extraction."""
-QUEUED_BATCHES: Final = 6
-"""Batches read ahead of the one being stored."""
-QUEUED_BYTES: Final = 12 * 1024 * 1024
-"""Bytes of their rows, or of their lines if these are extracted already. Usual ones have two thirds of that."""
+"""A pass with this many rows ahead of it uses worker processes."""
+STEPS_AHEAD: Final = 12
+"""Steps of a long history that are being extracted or stored. While six are stored, six are being extracted."""
 JOINED_BATCHES: Final = 6
 """Batches stored in one transaction. A transaction rewrites most index pages once, whatever its length."""
 JOINED_BYTES: Final = 8 * 1024 * 1024
 """Bytes of the lines in one transaction, which are held in memory together."""
 JOIN_SECONDS: Final = 1.0
 """How long to wait for another batch for the same transaction."""
-SENT_BATCHES: Final = 4
-"""Batches at the child process or on their way. While they are so many, the reader's thread extracts the next one
-itself. That holds the interpreter, and what is on its way waits: with two, the child ran out of work."""
-TURN_BATCHES: Final = 8
 RECENT_ROWS = 5_000
 """How many of the newest rows a recent re-scan reads after the source has changed."""
+_scans: Final = itertools.count()
 
 
 @dataclass(slots=True)
@@ -77,84 +78,33 @@ class Progress:
         return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
 
 
-@dataclass(slots=True)
-class ByteBudget:
-    """Bytes that several queues share."""
-
-    max_bytes: int
-    used: int = 0
+class _RowsMovedError(Exception):
+    """A row is not where the scan found it: rows were deleted or renumbered meanwhile."""
 
 
-class BoundedQueue(Generic[T]):
-    """A queue of one producer and one consumer: at most `max_items`, `max_bytes` and the rest of the `shared` budget.
+class _Extracted(NamedTuple):
+    """What a step, or its first traces, brought. `checkpoints` are those of the traces, `missing` the calls of those
+    that have to wait; `rest` are the traces that did not fit."""
 
-    One item always fits, whatever its size and however little of the budget the other queues have left.
-    """
-
-    def __init__(self, max_items: int, max_bytes: int, shared: ByteBudget) -> None:
-        self._max_items = max_items
-        self._max_bytes = max_bytes
-        self._shared = shared
-        self._items: deque[tuple[T, int]] = deque()
-        self._bytes = 0
-        self._has_ended = False
-        # Producer and consumer never wait at the same time: one needs a full queue, the other an empty one.
-        self._changed = asyncio.Event()
-
-    async def put(self, item: T, size: int) -> None:
-        """Add an item of `size` bytes; waits while it does not fit."""
-        while self._items and (
-            len(self._items) >= self._max_items
-            or self._bytes + size > self._max_bytes
-            or self._shared.used + size > self._shared.max_bytes
-        ):
-            self._changed.clear()
-            await self._changed.wait()
-        self._items.append((item, size))
-        self._bytes += size
-        self._shared.used += size
-        self._changed.set()
-
-    def end(self) -> None:
-        """No more items will follow."""
-        self._has_ended = True
-        self._changed.set()
-
-    async def take(self, seconds: float | None = None) -> T | None:
-        """The next item; None at the end. Raises TimeoutError if there is none within `seconds`."""
-        async with asyncio.timeout(seconds):
-            while not self._items:
-                if self._has_ended:
-                    return None
-                self._changed.clear()
-                await self._changed.wait()
-        item, size = self._items.popleft()
-        self._bytes -= size
-        self._shared.used -= size
-        self._changed.set()
-        return item
-
-    def clear(self) -> None:
-        """Discard all items."""
-        self._items.clear()
-        self._shared.used -= self._bytes
-        self._bytes = 0
-        self._changed.set()
+    batch: Batch
+    checkpoints: tuple[Checkpoint, ...]
+    missing: Mapping[str, Sequence[str]]
+    rest: Step | None
 
 
-@dataclass(slots=True)
-class SharedLimits:
-    """Limits for all long histories together, as a daemon may begin with fifty of them. They take turns of
-    TURN_BATCHES batches, so that each makes progress and few hold much memory."""
+class _UnderWay:
+    """What a pass is extracting, in the order of the scan."""
 
-    budget: ByteBudget = field(default_factory=lambda: ByteBudget(4 * QUEUED_BYTES))
-    processes: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(2))
-    """Child processes. Two keep up with the one thread that stores."""
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    def __init__(self) -> None:
+        self.tasks: deque[asyncio.Task[_Extracted]] = deque()
+        self.is_long = False
+        self.scan = next(_scans)
+        self.sent: list[Future[Extraction]] = []
+        self.is_left = threading.Event()
 
 
 class StudioConnector:
-    """Reads one database in a thread of its own and, while that is needed, extracts in a child process."""
+    """Reads one database in a thread of its own and, while that is needed, extracts in worker processes."""
 
     def __init__(
         self,
@@ -163,10 +113,12 @@ class StudioConnector:
         store: Store,
         *,
         kind: str = "studio",
-        shares: SharedLimits | None = None,
+        workers: Workers | None = None,
         models: TrainedModels = ANY_MODEL,
         calls: CallPuller | None = None,
+        call_log: CallLog | None = None,
     ) -> None:
+        """Recorded calls are read from the copy of `calls`, which is pulled for them; or from `call_log` as it is."""
         self.type = kind
         self.path = path
         self.progress = Progress()
@@ -177,17 +129,16 @@ class StudioConnector:
         copies, sizes = copies_in(config.state_dir), calls.sizes if calls is not None else None
         self.reader = StudioReader(path, config.ingest, copies=copies, call_sizes=sizes)
         self._calls = calls
+        self._call_log = calls.call_log_copy if calls is not None else call_log
         agents = config.ingest.agents
         self.selection = ReplySelection(
             frozenset(agents.include), frozenset(agents.exclude), models, config.privacy.exclude.names
         )
         self._store = store
-        self._shares = shares or SharedLimits()
+        self._workers = workers or Workers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
-        self.process: ExtractionProcess | None = None
-        """The child process, while there is one."""
-        self._sent: list[Future[Batch]] = []
-        self._is_long = False
+        self._extractor: TraceExtractor | None = None
+        self._longest_read_ms = 0.0
         self._erased_to = 0
 
     @property
@@ -197,7 +148,7 @@ class StudioConnector:
 
     @property
     def longest_read_ms(self) -> float:
-        return self.reader.database.longest_read_ms
+        return max(self._longest_read_ms, self.reader.database.longest_read_ms)
 
     @property
     def due_at(self) -> float | None:
@@ -206,57 +157,85 @@ class StudioConnector:
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass; each batch must be stored before the next is asked for."""
-        self.progress = Progress()
-        self._is_long = False
         if self._calls is not None:
             self._calls.begin()
             await self._erase_private_calls(self._calls)
-        batches = self.reader.read(
-            cursor, self._checkpoints(number), now=datetime.fromtimestamp(steady(), UTC), final=final
-        )
-        queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
-        producer = asyncio.create_task(self._produce(batches, queue))
-        try:
-            while group := await self._next_group(queue):
-                yield await self._without_private_calls(joined(group) if len(group) > 1 else group[0])
-            await producer
-        except BaseException:
-            producer.cancel()
-            if self.process is not None:
-                # The reader's thread may be waiting for it.
-                self.process.kill()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await producer
-            queue.clear()
-            await self.in_thread(batches.close)
-            await self.in_thread(self.reader.forget)
-            raise
-        finally:
-            if self.process is not None:
-                await self.in_thread(self._end_process)
+        moved_at: Cursor | None = None
+        while True:
+            try:
+                async with aclosing(self._pass(number, cursor, final=final)) as batches:
+                    async for batch in batches:
+                        yield batch
+                        cursor = batch.cursor or cursor
+                return
+            except _RowsMovedError as error:
+                if cursor == moved_at:
+                    hint = (
+                        "It is read again at the next pass. If it repeats, run `PRAGMA integrity_check` on the file."
+                    )
+                    raise fault(self.path, "its rows move while they are read", hint, retry=True) from error
+                moved_at = cursor
+
+    async def _pass(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
+        """Find and extract what is behind the cursor. Raises FlywheelError, and _RowsMovedError."""
+        self.progress = Progress()
+        now = datetime.fromtimestamp(steady(), UTC)
+        steps = self.reader.read(cursor, self._checkpoints(number), now=now, final=final)
+        under_way = _UnderWay()
+        failure: Exception | None = None
+        more = True
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                while more or under_way.tasks:
+                    while more and len(under_way.tasks) < (STEPS_AHEAD if under_way.is_long else JOINED_BATCHES):
+                        step = None
+                        try:
+                            step = await self.in_thread(lambda: next(steps, None))
+                        except Exception as error:
+                            failure = error  # raised once what was read before is stored
+                        if step is not None:
+                            if await self.in_thread(partial(self._begins_long, step)):
+                                under_way.is_long = True
+                                await turn.enter_async_context(self._workers.in_use())
+                            under_way.tasks.append(asyncio.create_task(self._extracted(step, under_way)))
+                        more = step is not None and step.more
+                    if group := await self._next_group(under_way):
+                        yield await self._without_private_calls(joined(group) if len(group) > 1 else group[0])
+                if failure is not None:
+                    raise failure
+                await self.in_thread(lambda: next(steps, None))
+            except BaseException:
+                under_way.is_left.set()
+                for task in under_way.tasks:
+                    task.cancel()
+                await asyncio.gather(*under_way.tasks, return_exceptions=True)
+                await self.in_thread(lambda: futures.wait([sent for sent in under_way.sent if sent.running()]))
+                await self.in_thread(steps.close)
+                await self.in_thread(self.reader.forget)
+                raise
 
     async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
         """Find what changed in place in the newest rows or in all of them. Passes may run between two batches."""
         last = None if whole else RECENT_ROWS
-        batches = self.reader.rescan(self._checkpoints(number), now=datetime.fromtimestamp(steady(), UTC), last=last)
+        steps = self.reader.rescan(self._checkpoints(number), now=datetime.fromtimestamp(steady(), UTC), last=last)
         progress = Progress()
-
-        def next_batch() -> Batch | None:
-            batch = self._joined(next(batches, None))
-            if batch is None:
-                return None
-            if whole:
-                if batch.more and not progress.in_all:
-                    progress.in_all = self.reader.database.last_rowid()
-                progress.read += batch.rows
-                self.progress = progress
-            return extract(batch, self.schema, self.selection, str(self.path)) if batch.traces else batch
-
+        under_way = _UnderWay()
         try:
-            while (batch := await self.in_thread(next_batch)) is not None:
-                yield await self._without_private_calls(batch)
+            while (step := await self.in_thread(lambda: next(steps, None))) is not None:
+                if whole:
+                    if step.more and not progress.in_all:
+                        progress.in_all = await self.in_thread(self.reader.database.last_rowid)
+                    progress.read += step.rows
+                    self.progress = progress
+                rest: Step | None = step
+                while rest is not None:
+                    try:
+                        batch, *_, rest = await self._extracted(rest, under_way)
+                    except _RowsMovedError:
+                        break  # the rows are gone, or the next pass starts over
+                    yield await self._without_private_calls(batch)
         finally:
-            await self.in_thread(batches.close)
+            await self.in_thread(steps.close)
 
     def _checkpoints(self, source: int) -> Checkpoints:
         """The checkpoints of a source in the ledger, for the reader's thread."""
@@ -270,62 +249,100 @@ class StudioConnector:
         self.reader.forget()
 
     async def close(self) -> None:
-        """End the thread and the child process. To be called once."""
+        """End the thread. To be called once."""
         await self.in_thread(self.reader.close)
-        if self.process is not None:
-            await self.in_thread(self._end_process)
         self._thread.shutdown()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run something in the reader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _produce(self, batches: Generator[Batch], queue: BoundedQueue[Future[Batch]]) -> None:
-        """Fill the queue. Short passes do not wait for a turn of the long histories."""
-        try:
-            turn = 0
-            async with contextlib.AsyncExitStack() as turns:
-                while (item := await self.in_thread(lambda: self._next(batches))) is not None:
-                    await queue.put(*item)
-                    if self._is_long:
-                        if turn % TURN_BATCHES == 0:
-                            await turns.aclose()
-                            await turns.enter_async_context(self._shares.turns)
-                        turn += 1
-        finally:
-            queue.end()
-
-    def _next(self, batches: Generator[Batch]) -> tuple[Future[Batch], int] | None:
-        """The next batch, extracted or about to be, and its bytes; None at the end."""
-        batch = self._joined(next(batches, None))
-        if batch is None:
-            return None
-        self.progress.read += batch.rows
-        if batch.more and not self.progress.in_all and batch.cursor is not None:
-            left = max(0, self.reader.database.last_rowid() - batch.cursor.rowid)
+    def _begins_long(self, step: Step) -> bool:
+        """Note the progress; whether this is the first step, and many rows follow."""
+        self.progress.read += step.rows
+        if step.more and step.cursor is not None and not self.progress.in_all:
+            left = max(0, self.reader.database.last_rowid() - step.cursor.rowid)
             self.progress.in_all = self.progress.read + left
-            self._is_long = left >= LONG_ROWS
-        if self._is_long and batch.more and self.process is None and self._shares.processes.acquire(blocking=False):
-            try:
-                self.process = ExtractionProcess()
-            except BaseException:
-                self._shares.processes.release()
-                raise
-        self._sent = [sent for sent in self._sent if not sent.done()]
-        if batch.traces and self.process is not None and len(self._sent) < SENT_BATCHES:
-            self._sent.append(self.process.extract(batch, self.schema, self.selection, str(self.path)))
-            return self._sent[-1], sum(len(row) for rows, _ in batch.traces for row in rows.values())
-        done: Future[Batch] = Future()
-        if batch.traces:
-            batch = extract(batch, self.schema, self.selection, str(self.path))
-        done.set_result(batch)
-        return done, sum(len(entry.line) for entry in batch.entries)
+            return left >= LONG_ROWS
+        return False
 
-    def _joined(self, batch: Batch | None) -> Batch | None:
-        """A batch with the recorded calls that its traces name."""
-        if batch is None or not batch.call_references or self._calls is None:
-            return batch
-        return replace(batch, calls=self._calls.calls_of(batch.call_references))
+    async def _extracted(self, step: Step, under_way: _UnderWay) -> _Extracted:
+        """What the traces of a step bring, or as many of them as fit. Raises FlywheelError, and _RowsMovedError."""
+        done, traces = Extraction(Batch(None)), step.traces
+        if self._calls is not None and not self._calls.has_pulled:
+            traces = tuple(replace(trace, may_wait=True) for trace in traces)
+        if traces and under_way.is_long:
+            done = await self._extracted_by_worker(traces, under_way)
+        elif traces:
+            done = await self.in_thread(partial(self._extract, traces))
+        if traces and not done.count:
+            raise _RowsMovedError
+        self._longest_read_ms = max(self._longest_read_ms, done.longest_read_ms)
+        traces = step.traces[done.count :]
+        missing = done.missing
+        if missing and self._calls is not None:
+            # The first question for a call pulls all servers.
+            calls = {call for calls in missing.values() for call in calls}
+            there = await self.in_thread(partial(self._calls.sizes, calls))
+            again = [
+                replace(trace, may_wait=False)
+                for trace in step.traces[: done.count]
+                if (own := missing.get(trace.trace_id)) and (not trace.may_wait or there.keys() >= set(own))
+            ]
+            traces = (*again, *traces)
+            found = {trace.trace_id for trace in again}
+            missing = {trace: calls for trace, calls in missing.items() if trace not in found}
+        batch = replace(
+            done.batch,
+            dead=(*step.dead, *done.batch.dead),
+            checkpoints=(*step.checkpoints, *done.batch.checkpoints),
+            more=True,
+        )
+        if traces:
+            rest = replace(step, traces=traces, dead=(), checkpoints=())
+            return _Extracted(batch, done.batch.checkpoints, missing, rest)
+        open_traces = step.open_traces + len(missing)
+        batch = replace(batch, cursor=step.cursor, open_traces=open_traces, rows=step.rows, more=step.more)
+        return _Extracted(batch, done.batch.checkpoints, missing, None)
+
+    def _extract(self, traces: Sequence[CompleteTrace]) -> Extraction:
+        """Extract traces in the reader's thread."""
+        schema = self.reader.schema
+        assert schema is not None
+        if self._extractor is None or self._extractor.schema is not schema:
+            self._extractor = TraceExtractor(
+                self.reader.database, schema, self.selection, str(self.path), self._call_log
+            )
+        return self._extractor.extract(traces)
+
+    async def _extracted_by_worker(self, traces: tuple[CompleteTrace, ...], under_way: _UnderWay) -> Extraction:
+        calls = str(self._call_log.path) if self._call_log is not None else ""
+        request = ExtractionRequest(
+            str(self.path), str(self.reader.database.file), under_way.scan, self.schema, self.selection, calls, traces
+        )
+        sent = self._workers.extract(request, under_way.is_left)
+        under_way.sent = [*(each for each in under_way.sent if not each.done()), sent]
+        return await asyncio.wrap_future(sent)
+
+    async def _next_group(self, under_way: _UnderWay) -> list[Batch]:
+        """The next batches, to be stored in one transaction; none at the end."""
+        group: list[Batch] = []
+        size = 0
+        while under_way.tasks and len(group) < JOINED_BATCHES and size < JOINED_BYTES:
+            task = under_way.tasks[0]
+            await asyncio.wait((task,), timeout=JOIN_SECONDS if group else None)
+            if not task.done() or (group and task.exception() is not None):
+                break
+            under_way.tasks.popleft()
+            batch, checkpoints, missing, rest = task.result()
+            await self.in_thread(partial(self.reader.note, checkpoints, missing))
+            if rest is not None:
+                under_way.tasks.appendleft(asyncio.create_task(self._extracted(rest, under_way)))
+            self.kinds.update(batch.kinds)
+            self.left_out |= batch.left_out
+            group.append(batch)
+            size += sum(len(entry.line) for entry in batch.entries)
+        return group
 
     async def _erase_private_calls(self, calls: CallPuller) -> None:
         """Erase the recorded calls that private traces name which the receiver did not store."""
@@ -338,29 +355,3 @@ class StudioConnector:
         if batch.private_calls and self._calls is not None:
             await self._calls.erase_new(batch.private_calls)
         return replace(batch, private_calls=())
-
-    async def _next_group(self, queue: BoundedQueue[Future[Batch]]) -> list[Batch]:
-        """The next batches, to be stored in one transaction; none at the end."""
-        group: list[Batch] = []
-        size = 0
-        while len(group) < JOINED_BATCHES and size < JOINED_BYTES:
-            try:
-                item = await queue.take(JOIN_SECONDS if group else None)
-            except TimeoutError:
-                break
-            if item is None:
-                break
-            batch = await asyncio.wrap_future(item)
-            self.kinds.update(batch.kinds)
-            self.left_out |= batch.left_out
-            group.append(batch)
-            size += sum(len(entry.line) for entry in batch.entries)
-        return group
-
-    def _end_process(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            try:
-                process.close()
-            finally:
-                self._shares.processes.release()

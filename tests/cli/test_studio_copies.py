@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.config import parse
+from flywheel.records.trace import Cursor
+from flywheel.sources import studio_connector
 from flywheel.sources.studio import database
 from flywheel.sources.studio.reader import StudioReader
+from flywheel.sources.studio_connector import StudioConnector
+from flywheel.store.kernel.database import Store
 from flywheel.system.process_folder import PREFIX, ProcessFolder, copies_in
 from tests import warm
 from tests.cli.conftest import Run
@@ -90,7 +95,7 @@ def test_a_daemon_keeps_no_copy_between_passes(tmp_path: Path) -> None:
     reader, ledger = StudioReader(closed_wal(tmp_path), QUICK, copies=tmp_path), Ledger()
     seen = 0
     for batch in reader.read(ledger.cursor, ledger, now=NOW):
-        ledger.store(batch, reader.schema)
+        ledger.store(batch, reader)
         seen += len(left_in(tmp_path))
     assert seen, "it was read from a copy"
     assert left_in(tmp_path) == []
@@ -99,6 +104,28 @@ def test_a_daemon_keeps_no_copy_between_passes(tmp_path: Path) -> None:
     ledger.pass_(reader)
     assert left_in(tmp_path) == []
     reader.close()
+
+
+async def test_workers_read_the_one_copy_that_was_made(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_connector, "LONG_ROWS", 1)
+    monkeypatch.setattr(studio_connector, "JOINED_BATCHES", 1)
+    monkeypatch.setattr("flywheel.sources.studio.reader.BATCH_ROWS", 20)
+    monkeypatch.setattr(database, "PAGE_ROWS", 20)
+    path = closed_wal(tmp_path)
+    before = {each.name for each in tmp_path.iterdir()}
+    config = parse({"state": {"dir": "home"}, "sources": [{"path": str(path)}]}, "the test's", tmp_path)
+    config.state_dir.mkdir()
+    connector, replies = StudioConnector(path, config, store), 0
+    elsewhere = left_in(Path(tempfile.gettempdir()))
+    async for batch in connector.read(1, Cursor(), final=True):
+        replies += len(batch.entries)
+        assert len(left_in(config.state_dir)) == 1
+        assert left_in(Path(tempfile.gettempdir())) == elsewhere
+    assert (replies, left_in(config.state_dir)) == (105, [])
+    assert {each.name for each in tmp_path.iterdir()} - {"home"} == before, "nothing is created beside the file"
+    await connector.close()
 
 
 def test_who_may_not_write_the_state_copies_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

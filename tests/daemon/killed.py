@@ -19,6 +19,8 @@ from flywheel.sources import calls_connector, studio_connector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.studio import database, reader
+from flywheel.sources.studio.extraction import TraceExtractor
+from flywheel.sources.studio.workers import Workers
 from flywheel.store import placed_calls, splits, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import append_lines
@@ -26,6 +28,9 @@ from flywheel.system.files import append_lines
 POINTS: Final = (
     "before read",
     "after read",
+    "before extraction",
+    "before request",
+    "after request",
     "before commit",
     "after commit",
     "before splits",
@@ -37,6 +42,7 @@ CALLS_POINTS: Final = ("before place", "after place", "before record", "after re
 """Of a source of recorded calls."""
 PATIENCE_SECONDS: Final = 120.0
 PAGE_ROWS: Final = 25
+LONG_ROWS: Final = 40
 
 
 class Trap:
@@ -45,6 +51,8 @@ class Trap:
     def __init__(self, point: str, arrival: int) -> None:
         assert point in (*POINTS, *CALLS_POINTS)
         self._point = point
+        self.long_rows = 10**9 if point == "before extraction" else LONG_ROWS
+        """This process extracts by itself, or workers do as soon as there is more than a page."""
         self._left = arrival
 
     def is_next(self, point: str) -> bool:
@@ -59,12 +67,23 @@ class Trap:
 
 def set_up(trap: Trap) -> None:
     read, lines, write, append = database.Database.page, JsonlReader.read, Store.write, append_lines
+    extract, ask = TraceExtractor.extract, Workers._ask
 
     def trapped_page(self: database.Database, *args: Any) -> Any:
         trap.pass_by("before read")
         found = read(self, *args)
         trap.pass_by("after read")
         return found
+
+    def trapped_extract(self: TraceExtractor, traces: Any) -> Any:
+        trap.pass_by("before extraction")
+        return extract(self, traces)
+
+    def trapped_ask(self: Workers, *args: Any) -> Any:
+        trap.pass_by("before request")
+        answer = ask(self, *args)
+        trap.pass_by("after request")
+        return answer
 
     def trapped_lines(self: JsonlReader, *args: Any, **kwargs: Any) -> Iterator[Any]:
         trap.pass_by("before read")
@@ -103,6 +122,9 @@ def set_up(trap: Trap) -> None:
 
     calls_connector.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
     database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many batches in a pass
+    studio_connector.LONG_ROWS = trap.long_rows  # type: ignore[misc]
+    TraceExtractor.extract = trapped_extract  # type: ignore[method-assign]
+    Workers._ask = trapped_ask  # type: ignore[method-assign]
     studio_connector.JOINED_BATCHES = 1  # type: ignore[misc]  # each with a commit, however fast they are read
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     JsonlReader.read = trapped_lines  # type: ignore[method-assign]

@@ -323,6 +323,31 @@ async def test_traces_and_calls_together_make_every_task_once(tmp_path: Path) ->
         assert found["studio", None] >= 1, "a trace that comes in time wins"
 
 
+async def test_a_deep_audit_reads_calls_and_inboxes_as_they_are(tmp_path: Path) -> None:
+    """It pulls nothing, erases nothing and writes nothing."""
+    studio, marks = Studio(tmp_path / "studio.sqlite"), [mark_of() for _ in range(4)]
+    with LogServer(tmp_path / "a.db") as server:
+        both = [{"path": str(studio.path)}, {"type": "calls"}]
+        config = config_of(tmp_path, server, sources=both, ingest={"calls_wait_seconds": 0.1})
+        server.log.append([call(number, mark) for number, mark in enumerate(marks[:3])])
+        studio.write(*trace(0, marks[0], ago=60), *trace(1, marks[1], ago=60))
+        await ingest(config)
+        server.log.append([call(3, marks[3])])
+        private = trace(3, marks[3], ago=60)
+        studio.write(private[0], private[1] | {"attributes": '{"flywheel": {"record": false}}'})
+        files = [path for path in sorted(config.state_dir.rglob("*")) if path.is_file() and "-shm" not in path.name]
+        before = [path.read_bytes() for path in files]
+        audit = await deep_audited(config)
+        assert [(each.type, each.in_ledger, each.not_read_yet) for each in audit.sources] == [
+            ("studio", 2, 1), ("calls", 3, 0),
+        ]  # fmt: skip
+        assert audit.problems == []
+        assert [path.read_bytes() for path in files] == before
+        assert len(server.log.find(marks)) == 4
+        with CallLogCopy(call_log_copy_path(config.state_dir)) as copy:
+            assert (copy.find(marks).keys(), copy.pending()) == (set(marks[:3]), {})
+
+
 @pytest.mark.parametrize("follows", [False, True])
 async def test_calls_that_a_trace_names_no_more_become_the_reply_that_was_skipped_for_it(
     tmp_path: Path, follows: bool

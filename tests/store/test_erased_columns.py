@@ -35,7 +35,8 @@ OTHERS: Final = {
     # all is erased.
     "no text of a task, and no id of a person": "meta: key;"
     " sources: path schema identity fingerprint anchor type condition swept_at read_at;"
-    " erasures: kind pseudonym subject state report created_at finished_at; erased_conversations: pseudonym; erased_answers: hash;"
+    " erasures: kind pseudonym subject state report created_at finished_at; erased_conversations: pseudonym;"
+    " erased_answers: hash;"
     " traces: trace_id rowids; conversations: split; events: at kind subject old new; judge_days: day purpose;"
     " judge_costs: day purpose currency; judge_errors: hour; judge_models: hash model endpoint first_used_at;"
     " rubrics: hash name first_used_at; requests: kind requested_by state created_at finished_at;"

@@ -9,8 +9,8 @@ file were moved away with an earlier file; only tasks between its first and its 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,31 +18,27 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from msgspec.structs import replace
 
 from flywheel.config import Config
 from flywheel.errors import CallLogError, SourceError
+from flywheel.records.exclusion import TrainedModels
 from flywheel.records.privacy import PrivateNames
-from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
-from flywheel.records.task import Batch, Entry
-from flywheel.records.trace import Checkpoint, Cursor, DeadRow, ReplySelection
+from flywheel.records.task import Batch
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.reader import JsonlReader, is_folder
 from flywheel.sources.jsonl_connector import RowIds, with_ids
-from flywheel.sources.spans.replies import extract
-from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
 from flywheel.sources.studio.database import shown
-from flywheel.sources.studio.schema import digest_of
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import ledger, placed_calls, task_file
+from flywheel.store.checkpoints import reopen, store_checkpoints
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import LedgerSnapshot, StoredReply
 from flywheel.store.reply_names import named
-from flywheel.system.process_folder import copies_in
 from flywheel.system.terminal import quantity
 
 
@@ -147,10 +143,9 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
             before = await store.read(ledger.reply_numbers, number) if number is not None else set()
             try:
                 if isinstance(source.connector, StudioConnector):
-                    scan = partial(AuditReader, source.path, copies_in(config.state_dir))
-                    met = await _DatabaseComparison(
-                        store, source.connector.selection, audit, number, _call_log_copy(ingestion)
-                    ).run(scan)
+                    selection = source.connector.selection
+                    comparison = _DatabaseComparison(store, audit, number, config, selection.models)
+                    met = await comparison.run(_call_log_copy(ingestion))
                 elif isinstance(source.connector, CallsConnector):
                     met = await _compare_calls(store, source.connector, audit, number)
                 else:
@@ -166,124 +161,106 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
 
 
 class _DatabaseComparison:
-    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one, and
-    `call_log_copy` has the recorded calls."""
+    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one.
+
+    The database is read as for an empty ledger, which remembers checkpoints alone.
+    """
 
     def __init__(
-        self,
-        store: Store,
-        selection: ReplySelection,
-        audit: SourceAudit,
-        source: int | None,
-        call_log_copy: CallLogCopy | None,
+        self, store: Store, audit: SourceAudit, source: int | None, config: Config, models: TrainedModels
     ) -> None:
         self._store = store
-        self._selection = selection
         self._audit = audit
         self._source = source
-        self._call_log_copy = call_log_copy
-        self._missing: dict[str, tuple[str, ...]] = {}
-        """The calls of replies that are not in the copy of the call logs, by span."""
+        self._config = config
+        self._models = models
         self._met: set[int] = set()
+        self._unread: set[str] = set()
+        self._doubtful: set[str] = set()
+        """Traces with differences, which may have grown, or which a running daemon may have read meanwhile."""
 
-    async def run(self, begin: Callable[[], AuditReader]) -> set[int]:
-        """Compare all traces; returns the numbers of the replies in the ledger that were found in the source."""
-        with await asyncio.to_thread(begin) as scan:
-            await asyncio.to_thread(scan.list_rows)
-            groups = scan.groups()
-            doubtful: set[str] = set()
-            while (group := await asyncio.to_thread(next, groups, None)) is not None:
-                doubtful |= await self._compare(scan, group, is_last=False)
-            if doubtful:
-                # These traces may have grown, or a running daemon may have read them, in the meantime.
-                await asyncio.to_thread(scan.list_rows)
-                again = await asyncio.to_thread(scan.again, sorted(doubtful))
-                await self._compare(scan, again, is_last=True)
+    async def run(self, call_log: CallLogCopy | None) -> set[int]:
+        """Compare all traces; returns the numbers of the replies in the ledger that were found in the source. Raises
+        SourceError and CallLogError."""
+        empty = await Store.empty()
+        connector = StudioConnector(
+            self._audit.path, self._config, empty, kind=self._audit.type, models=self._models, call_log=call_log
+        )
+        try:
+            number = await empty.write(ledger.source_id, str(self._audit.path), self._audit.type)
+            cursor = Cursor()
+            for is_last in (False, True):
+                async for batch in connector.read(number, cursor, final=True):
+                    await empty.write(store_checkpoints, number, batch.checkpoints)
+                    cursor = batch.cursor or cursor
+                    await self._compare(connector, batch, is_last=is_last)
+                if not self._doubtful:
+                    break
+                await empty.write(reopen, number, sorted(self._doubtful))
+                connector.forget()
+        finally:
+            await connector.close()
+            await empty.close()
+            self._audit.in_ledger = len(self._met)
+            self._audit.not_read_yet = len(self._unread)
         return self._met
 
-    async def _compare(self, scan: AuditReader, group: TraceGroup, *, is_last: bool) -> set[str]:
-        """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
-        batch = await asyncio.to_thread(self._extracted, scan, group)
+    async def _compare(self, connector: StudioConnector, batch: Batch, *, is_last: bool) -> None:
+        """Compare the traces of a batch. Differences are counted if this `is_last`, when others than the doubtful
+        traces are passed over; else their traces are doubtful."""
         if self._source is None:
-            self._audit.not_read_yet += len(batch.entries) + len(batch.dead) + len(group.unnamed)
-            return set()
+            self._unread.update(_names_in(batch))
+            return
         batch = await self._store.read(named, self._source, batch)
-        extracted = self._contents(batch, group)
-        spans = {row.span_id: (row.trace_id, "") for row in (*batch.dead, *group.unnamed)}
-        spans |= {entry.span_id: (entry.trace_id, entry.started_at) for entry in batch.entries}
-        held = await self._store.read(ledger.snapshot, self._source, list(extracted), spans)
-        await self._restore_pruned(extracted, held)
-        is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
-        read_to = held.cursor.rowid if is_current else -1
-        for row in group.unnamed:
-            if (reply := held.replies.get(row.span_id)) is not None:
-                self._audit.in_ledger += 1
-                self._met.add(reply.number)
-            elif row.rowid > read_to:
-                self._audit.not_read_yet += 1
-            else:
-                self._audit.missing.append(row.span_id)
-        return {
-            trace_id
-            for trace_id, rows in group.traces.items()
-            if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
-        }
-
-    def _extracted(self, scan: AuditReader, group: TraceGroup) -> Batch:
-        """What some traces bring as they are now, without the lines of their tasks."""
-        entries: list[Entry] = []
-        dead: list[DeadRow] = []
-        traces = tuple((rows, False) for rows in group.traces.values())
-        # Calls may be larger than the rows that name them: those of one trace at a time.
-        some = [(trace,) for trace in traces] if self._call_log_copy is not None else [traces]
-        for each in some:
-            raw = Batch(None, traces=each)
-            if self._call_log_copy is not None:
-                call_references = {
-                    call_reference for rows, _ in each for row in rows.values() for call_reference in recorded_in(row)
-                }
-                raw = replace(raw, calls=self._call_log_copy.calls_of(call_references))
-            batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
-            entries += [replace(entry, line=b"") for entry in batch.entries]
-            dead += batch.dead
-        return Batch(None, entries=tuple(entries), dead=tuple(dead))
-
-    def _contents(self, batch: Batch, group: TraceGroup) -> dict[str, dict[str, int | None]]:
-        """By trace and name, the content hash of each reply; None for a dead row."""
-        contents: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+        now = {checkpoint.trace_id: checkpoint for checkpoint in batch.checkpoints}
         # A dead row names its trace in printable form.
-        printable = {shown(trace.encode()): trace for trace in contents}
+        printable = {shown(trace.encode()): trace for trace in now}
+        found: defaultdict[str, dict[str, int | None]] = defaultdict(dict)
+        unnamed: list[DeadRow] = []
         for row in batch.dead:
-            contents[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+            if (trace_id := printable.get(row.trace_id)) is not None:
+                found[trace_id][row.span_id] = None
+            else:
+                unnamed.append(row)
         for entry in batch.entries:
-            contents[entry.trace_id][entry.span_id] = entry.content
-            if entry.missing:
-                self._missing[entry.span_id] = entry.missing
-        return contents
+            found[entry.trace_id][entry.span_id] = entry.content
+        held = await self._store.read(ledger.snapshot, self._source, list(found), _names_in(batch))
+        await self._restore_pruned(batch, found, held)
+        is_current = await connector.in_thread(partial(connector.reader.belongs, held.cursor))
+        read_to = held.cursor.rowid if is_current else -1
+        for row in unnamed:
+            self._agrees(Checkpoint("", (row.rowid,)), {row.span_id: None}, held, read_to, is_last=True)
+        for trace_id, extracted in found.items():
+            if is_last and trace_id not in self._doubtful:
+                continue
+            if not self._agrees(now[trace_id], extracted, held, read_to, is_last=is_last):
+                self._doubtful.add(trace_id)
 
-    async def _restore_pruned(self, extracted: dict[str, dict[str, int | None]], held: LedgerSnapshot) -> None:
+    async def _restore_pruned(
+        self, batch: Batch, found: Mapping[str, dict[str, int | None]], held: LedgerSnapshot
+    ) -> None:
         """Give replies whose calls have been pruned since the content that they had with them."""
-        missing, self._missing = self._missing, {}
+        missing = {entry.span_id: entry for entry in batch.entries if entry.missing}
         numbers = {span: held.replies[span].number for span in missing if span in held.replies}
         if not numbers:
             return
         stored_calls = await self._store.read(ledger.found_calls, list(numbers.values()))
-        for replies in extracted.values():
-            for span in replies.keys() & numbers.keys():
-                if stored_calls.get(numbers[span], set()).intersection(missing[span]):
-                    replies[span] = held.replies[span].content
+        for span, number in numbers.items():
+            if stored_calls.get(number, set()).intersection(missing[span].missing):
+                found[missing[span].trace_id][span] = held.replies[span].content
 
     def _agrees(
         self,
-        rows: dict[int, bytes],
-        extracted: dict[str, int | None],
+        now: Checkpoint,
+        extracted: Mapping[str, int | None],
         held: LedgerSnapshot,
-        checkpoint: Checkpoint | None,
         read_to: int,
+        *,
         is_last: bool,
     ) -> bool:
         """Count the replies of a trace; false, without counting, if there are differences to compare once more."""
-        is_read = max(rows) <= read_to and not (checkpoint is not None and checkpoint.is_open)
+        then = held.checkpoints.get(now.trace_id)
+        is_read = bool(now.rowids) and now.rowids[-1] <= read_to and not (then is not None and then.is_open)
         absent = [span for span in extracted if span not in held.replies]
         differing = [
             span
@@ -292,18 +269,23 @@ class _DatabaseComparison:
         ]
         if is_read and (absent or differing) and not is_last:
             return False
-        self._audit.in_ledger += len(extracted) - len(absent)
         self._met.update(held.replies[span].number for span in extracted if span in held.replies)
         if not is_read:
-            self._audit.not_read_yet += len(absent)
+            self._unread.update(absent)
             return True
         self._audit.missing += absent
-        if checkpoint is not None and digest_of(rows.values()) == checkpoint.digest:
+        if then is not None and now.digest == then.digest:
             self._audit.extracted_differently += len(differing)
-        elif checkpoint is None or len(rows) >= len(checkpoint.rowids):
+        elif then is None or len(now.rowids) >= len(then.rowids):
             # A reply whose rows were deleted stays as it is.
             self._audit.changed += differing
         return True
+
+
+def _names_in(batch: Batch) -> dict[str, tuple[str, str]]:
+    """The names of replies and dead rows, each with its trace and its start, as `ledger.snapshot` has them."""
+    dead = {row.span_id: (row.trace_id, "") for row in batch.dead}
+    return dead | {entry.span_id: (entry.trace_id, entry.started_at) for entry in batch.entries}
 
 
 def _call_log_copy(ingestion: Ingestion) -> CallLogCopy | None:
@@ -318,13 +300,6 @@ def _differs(reply: StoredReply, content: int | None) -> bool:
     return reply.content is not None and reply.content != content
 
 
-def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
-    """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
-    if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
-        return False
-    return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
-
-
 async def _compare_calls(store: Store, connector: CallsConnector, audit: SourceAudit, source: int | None) -> set[int]:
     """Compare the replies that were found in recorded calls, as far as their calls are still there; returns the
     numbers of those in the ledger."""
@@ -337,9 +312,7 @@ async def _compare_calls(store: Store, connector: CallsConnector, audit: SourceA
             batch = await store.read(named, source, extracted)
             contents: dict[str, int | None] = {row.span_id: None for row in batch.dead}
             contents |= {entry.span_id: entry.content for entry in batch.entries}
-            spans = {row.span_id: (row.trace_id, "") for row in batch.dead}
-            spans |= {entry.span_id: (entry.trace_id, entry.started_at) for entry in batch.entries}
-            held = (await store.read(ledger.snapshot, source, [], spans)).replies
+            held = (await store.read(ledger.snapshot, source, [], _names_in(batch))).replies
             audit.missing += [span for span in contents if span not in held]
             audit.extracted_differently += sum(
                 _differs(held[span], contents[span]) for span in contents.keys() & held.keys()

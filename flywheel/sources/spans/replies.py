@@ -1,7 +1,7 @@
 """Makes replies of traces: query, answer, history, trajectory, and why a reply becomes no task.
 
-`extract` is pure: a batch with packed rows in, a batch with ledger entries out. It runs in the reader's thread, or in
-a process of its own while a long history is read.
+`extract` is pure: packed rows in, a batch with ledger entries out. It runs in the reader's thread, or in a worker
+process while a long history is read.
 
 Interruptions look different in each client. AgentScope 1.0.7 exports no agent span at all, so the reply ends as
 unfinished. Later 1.x ends the span with `asyncio.CancelledError`. 2.x ends it as if all were well, with a fixed
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,7 +27,7 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.repeated_ids import runs_of
 from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import SkipReason
-from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entry_of, storable
+from flywheel.records.task import NO_CONVERSATION, Batch, Entry, RawTrace, entry_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import (
     ChatMessage,
@@ -45,7 +45,7 @@ from flywheel.sources.spans.span import ANSWERS, NOTHING, QUESTIONS, UNKNOWN, At
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
 from flywheel.sources.spans.truncation import cut_answer, cut_question, cuts_in, marked
-from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
+from flywheel.sources.studio.schema import Schema, excerpt_of
 
 INTERRUPTION_SENTENCES: Final = frozenset(
     {
@@ -63,19 +63,25 @@ _GROUP: Final = 256
 """Replies that become entries together. Larger groups save little time and hold more memory."""
 
 
-def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -> Batch:
-    """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
-    generation = SCHEMAS[schema]
+def extract(
+    traces: Iterable[RawTrace],
+    schema: Schema,
+    selection: ReplySelection,
+    source: str,
+    calls: Mapping[str, ModelCall] = NO_CALLS,
+) -> Batch:
+    """The entries and dead rows of traces, without a cursor. `source` names the database, `calls` are recorded calls
+    by request id."""
     entries: list[Entry] = []
-    dead = list(batch.dead)
+    dead: list[DeadRow] = []
     kinds: Counter[str] = Counter()
     replies: list[Reply] = []
     private: dict[str, None] = {}
     left_out: dict[str, int] = {}
-    for rows, is_open in batch.traces:
+    for rows, is_open in traces:
         own, bad = replies_of(
-            generation, rows, selection,
-            is_open=is_open, kinds=kinds, calls=batch.calls, private=private, left_out=left_out,
+            schema, rows, selection,
+            is_open=is_open, kinds=kinds, calls=calls, private=private, left_out=left_out,
         )  # fmt: skip
         replies += own
         dead += bad
@@ -83,11 +89,8 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
             entries += entries_or_dead(replies, source, selection.models, dead)
             replies.clear()
     entries += entries_or_dead(replies, source, selection.models, dead)
-    return replace(
-        batch,
-        traces=(),
-        call_references=(),
-        calls={},
+    return Batch(
+        None,
         entries=tuple(entries),
         dead=tuple(dead),
         kinds=dict(kinds),

@@ -100,9 +100,18 @@ undisturbed: Final = _Undisturbed()
 class Database:
     """A connection to one file, opened when it is first needed. One thread at a time may use it."""
 
-    def __init__(self, path: Path, *, copies: Path | None = None, busy_seconds: float = BUSY_SECONDS) -> None:
-        """`copies` is the folder of copies; by default that of temporary files."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        copies: Path | None = None,
+        busy_seconds: float = BUSY_SECONDS,
+        file: Path | None = None,
+    ) -> None:
+        """`copies` is the folder of copies; by default that of temporary files. `file` is what another process reads
+        of this database: the file itself or its copy."""
         self.path = path
+        self._file = file
         self._copies = copies
         self.longest_read_ms = 0.0
         self._busy_seconds = busy_seconds
@@ -210,6 +219,11 @@ class Database:
             # The file is gone. The next read reports it.
             self.close()
 
+    @property
+    def file(self) -> Path:
+        """What is read: the file, or its copy while there is one."""
+        return self.path if self._copy is None else self._copy.path / "database.sqlite"
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -247,8 +261,9 @@ class Database:
             raise unreachable(self.path, error) from error
 
     def _connect(self) -> sqlite3.Connection:
-        path = self.path.absolute()
-        if self._is_wal() and not all(self._beside(end).exists() for end in ("-wal", "-shm")):
+        path = (self._file or self.path).absolute()
+        is_alone = not all(self._beside(end).exists() for end in ("-wal", "-shm"))
+        if self._file is None and is_alone and self._is_wal():
             path = self._private_copy()
         connection = sqlite3.connect(
             f"file:{quote(str(path))}?mode=ro",
@@ -276,7 +291,7 @@ class Database:
     def _private_copy(self) -> Path:
         self._copied = self._state()
         self._copy = ProcessFolder(self._copies)
-        target = self._copy.path / "database.sqlite"
+        target = self.file
         shutil.copyfile(self.path, target)
         if self._beside("-wal").exists():
             shutil.copyfile(self._beside("-wal"), target.with_name("database.sqlite-wal"))
@@ -308,7 +323,7 @@ def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -
     try:
         for row in cursor.execute(sql, values):
             rows.append(row)
-            for value in (row[5], row[7]):
+            for value in row[5:8:2]:
                 if type(value) is bytes:
                     size += len(value)
             if size >= PAGE_BYTES or len(rows) >= PAGE_ROWS or now() >= end:

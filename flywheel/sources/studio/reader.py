@@ -1,49 +1,67 @@
-"""Reads one Studio database: new rows behind the cursor (a pass), and rows that changed in place (a re-scan).
+"""Finds the complete traces of one Studio database: in new rows behind the cursor (a pass), and in those that were
+read before (a re-scan).
 
-A pass reads page by page from the cursor. A trace whose rows are all there, and which has been quiet for long enough,
-is closed: its rows are handed on unparsed, and `replies.extract` makes replies of them. Each batch has the cursor and
-the checkpoints to store with it, so that a restart continues behind the last stored batch.
+Only ids, parents and end times are read here. A trace whose rows are all there, and which has been quiet for long
+enough, is handed on with the numbers of its rows: `extraction` reads them and makes replies of them. Each step has
+the cursor and the checkpoints of open traces to store with these replies, so that a restart continues behind the last
+step that was stored.
 
-A re-scan reads rows that were read before. A trace whose digest equals that of its checkpoint is skipped; a trace
-that changed, or was missed, is handed on like a new one.
+A re-scan hands on the traces that were read before, and those that were missed. Extraction compares their digests
+with their checkpoints.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
-from flywheel.records.request_id import recorded_in
-from flywheel.records.task import Batch, RawTrace
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
-from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, span_id_of, unnamed
-from flywheel.sources.studio.trace_completion import FOREVER_NS, CallSizes, Completeness, OpenTrace, TraceCompletion
+from flywheel.sources.studio.schema import Schema, is_id, schema_of, span_id_of, unnamed
+from flywheel.sources.studio.trace_completion import (
+    FOREVER_NS,
+    CallSizes,
+    CompleteTrace,
+    OpenTrace,
+    TraceCompletion,
+)
 
 BATCH_ROWS: Final = 500
-"""Rows per batch. Small batches waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
+"""Rows per step. Small steps waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
 many."""
-BATCH_BYTES: Final = 4 * 1024 * 1024
-CLOSED_BYTES: Final = 2 * BATCH_BYTES
-"""Bytes of the traces closed in one batch, unless one is larger. Where many end together, more batches follow."""
+COMPLETE_ROWS: Final = 500
+"""Rows of the traces that a step hands on, unless one has more. Where many end together, more steps follow."""
 UNCOMMITTED: Final = 8_000
-"""Checkpoints remembered because they may not be stored yet. At most fourteen batches of 500 rows are read ahead,
+"""Checkpoints remembered because they may not be stored yet. At most thirteen steps of 500 rows are read ahead,
 each row may be a trace, and a checkpoint is about 400 bytes."""
 NEAR_ROWS: Final = 100
 """While more rows follow, a trace with a row this close to the end of the scan may continue."""
 FAR_ROWS: Final = 5_000
 """While more rows follow, an incomplete trace is not abandoned within this many rows of its last one."""
-HELD_BYTES: Final = 16 * 1024 * 1024
-"""Contents kept until their traces are closed. Above it, the largest are dropped and read again when needed."""
 
 Checkpoints = Callable[[Sequence[str] | None], Mapping[str, Checkpoint]]
 """Looks up the stored checkpoints of one source, by trace id: those of some traces, or (None) of all open ones."""
+
+
+class Step(Struct, frozen=True):
+    """What some rows of a scan brought: complete traces, the checkpoints of those that stay open, and rows without
+    ids. The cursor is None while more traces follow that the same rows completed. `rows` is the number of rows read,
+    `more` whether steps follow."""
+
+    cursor: Cursor | None
+    traces: tuple[CompleteTrace, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    dead: tuple[DeadRow, ...] = ()
+    open_traces: int = 0
+    rows: int = 0
+    more: bool = False
 
 
 class Scan:
@@ -59,10 +77,9 @@ class Scan:
         self.grown: dict[str, OpenTrace] = {}
         """Traces with new rows, whose checkpoints have not been written."""
         self._near: dict[str, OpenTrace] = {}
-        self._held = 0
 
-    def add(self, rows: Sequence[Row], now_ns: int) -> list[DeadRow]:
-        """Add a page; returns the rows whose ids cannot be read."""
+    def add(self, rows: Sequence[Row], now_ns: int) -> list[int]:
+        """Add a page; returns the numbers of the rows whose ids cannot be read."""
         if not rows:
             return []
         self.at = rows[-1][0]
@@ -70,13 +87,13 @@ class Scan:
         try:
             ids = {row[2] for row in rows} | {row[1] for row in rows}
             # Nearly all pages have ASCII ids only, which one check proves.
-            dead = [] if all(ids) and b"".join(ids).isascii() else unnamed(rows)
+            are_ids = all(ids) and b"".join(ids).isascii()
         except TypeError:
-            dead = unnamed(rows)
-        excluded = {row.rowid for row in dead}
+            are_ids = False
+        bad = set() if are_ids else {row[0] for row in rows if not (is_id(row[1]) and is_id(row[2]))}
         by_trace: defaultdict[Any, list[Row]] = defaultdict(list)
         for row in rows:
-            if not excluded or row[0] not in excluded:
+            if row[0] not in bad:
                 by_trace[row[2]].append(row)
         for name, own in by_trace.items():
             trace_id = name.decode()
@@ -85,41 +102,23 @@ class Scan:
                 self.traces[trace_id] = self.new[trace_id] = trace = OpenTrace(trace_id, now_ns)
             trace.seen_ns = now_ns
             self.extend(trace, own)
-        return dead
+        return sorted(bad)
 
     def extend(self, trace: OpenTrace, rows: Iterable[Row]) -> None:
-        """Add rows to a trace, in order of their numbers. When too many bytes are held, drop the contents of the
-        largest traces."""
-        rowid = size = 0
+        """Add rows to a trace, in order of their numbers."""
         for row in rows:
-            rowid = row[0]
-            trace.ids[rowid] = (span_id_of(row[1], row[2]), row[3])
+            trace.ids[row[0]] = (span_id_of(row[1], row[2]), row[3])
             trace.ends.append(row[4])
-            trace.rows[rowid] = data = packed(row)
-            trace.hashes += hash_of(data)
-            size += len(data)
-            if references := recorded_in(data):
-                trace.call_references.update(references)
-        trace.held += size
-        trace.size += size
-        trace.last_rowid = max(trace.last_rowid, rowid)
+            trace.last_rowid = max(trace.last_rowid, row[0])
+        # These may name other calls.
+        trace.missing_calls = frozenset()
         self._near[trace.trace_id] = self.grown[trace.trace_id] = trace
-        self._held += trace.held
-        if self._held > HELD_BYTES:
-            # An estimate: contents dropped since, and traces that have grown more than once, are still counted.
-            held = sorted(self._near.values(), key=lambda one: one.held)
-            self._held = sum(one.held for one in held)
-            while self._held > HELD_BYTES // 2:
-                largest = held.pop()
-                self._held -= largest.held
-                largest.drop_contents()
 
     def adopt(self, trace: OpenTrace) -> None:
         """Take over a trace that another scan met."""
         mine = self.traces.setdefault(trace.trace_id, trace)
         if mine is not trace:
             mine.merge(trace)
-        mine.drop_contents()
         self._near[mine.trace_id] = self.grown[mine.trace_id] = mine
 
     def candidates(self, *, more: bool) -> Iterator[OpenTrace]:
@@ -138,7 +137,6 @@ class Scan:
 
     def wait(self, trace: OpenTrace) -> None:
         """Keep a trace open. It becomes a candidate again when it grows, or at the end."""
-        trace.drop_contents()
         if self._near.pop(trace.trace_id, None) is not None:
             self.traces[trace.trace_id] = self.traces.pop(trace.trace_id)
 
@@ -193,11 +191,12 @@ class StudioReader:
 
     def read(
         self, cursor: Cursor, checkpoints: Checkpoints, *, now: datetime, final: bool = False
-    ) -> Generator[Batch]:
-        """One pass to the end of the table; no batch if nothing has changed. Raises StudioError.
+    ) -> Generator[Step]:
+        """One pass to the end of the table; no step if nothing has changed. Raises StudioError.
 
-        Every batch must be stored before the next pass, or `forget` be called. `final` closes whole traces at once
-        and hands incomplete ones on as they are.
+        What every step brought must be stored, and `note` told of it, before the generator is asked for what follows
+        the last one. Else `forget` must be called. `final` hands on whole traces at once and incomplete ones as they
+        are.
         """
         # Everything that earlier passes and re-scans returned has been stored.
         self._uncommitted.clear()
@@ -206,7 +205,7 @@ class StudioReader:
         changed = token != self._token or self._tail is None
         if not changed and not final and now_ns < self.due_ns and not self._calls_arrived():
             return
-        scan = self._begin(cursor, checkpoints, now_ns) if changed or self._tail is None else self._tail
+        scan = self._begin(cursor, checkpoints) if changed or self._tail is None else self._tail
         # Opening the file can change the token.
         token = self.database.change_token() if changed else token
         self._token = None
@@ -218,25 +217,23 @@ class StudioReader:
             while True:
                 dead, read, more = self._next_rows(scan, checkpoints, now_ns) if more else ([], 0, False)
                 ready = self._ready(scan, deciding, now_ns, more=more, final=final)
-                yield from self._batches(scan, ready, dead, read, more=more)
+                yield from self._steps(scan, ready, dead, read, more=more)
                 if not more:
                     break
-            for trace in scan.traces.values():
-                trace.drop_contents()
             self.due_ns = min(map(completion.due_ns, scan.traces.values()), default=FOREVER_NS)
-            self.awaits_calls = any(trace.awaits_calls for trace in scan.traces.values())
+            self.awaits_calls = any(trace.missing_calls for trace in scan.traces.values())
             self._token = token
             stored = True
         finally:
             self.database.rest()
             if not stored:
-                # The consumer left after the last batch, so that batch may not be stored.
+                # The consumer left after the last step, so that step may not be stored.
                 self.forget()
 
-    def rescan(self, checkpoints: Checkpoints, *, now: datetime, last: int | None = None) -> Generator[Batch]:
-        """Compare the `last` rows, or all, with their checkpoints. To be called after a pass. Raises StudioError.
+    def rescan(self, checkpoints: Checkpoints, *, now: datetime, last: int | None = None) -> Generator[Step]:
+        """Hand on the traces of the `last` rows, or of all. To be called after a pass. Raises StudioError.
 
-        Its batches have no cursor. It ends early if a pass starts over in the meantime.
+        Its steps have no cursor. It ends early if a pass starts over in the meantime.
         """
         tail = self._tail
         if tail is None:
@@ -247,13 +244,34 @@ class StudioReader:
         try:
             more = True
             while more and self._tail is tail:
+                # What passes and earlier steps brought has been stored.
+                self._uncommitted.clear()
                 _, read, more = self._next_rows(scan, checkpoints, now_ns, last=tail.at)
-                yield from self._batches(scan, self._missed(scan, tail, now_ns, more=more), (), read, more=more)
+                yield from self._steps(scan, self._missed(scan, tail, now_ns, more=more), (), read, more=more)
             stored = True
         finally:
             self.database.rest()
             if not stored:
                 self.forget()
+
+    def belongs(self, cursor: Cursor) -> bool:
+        """Whether a cursor is about the file of the last pass as it is now. Raises StudioError."""
+        if (cursor.identity, cursor.fingerprint) != (self._cursor.identity, self._cursor.fingerprint):
+            return False
+        # If another row is there now, rows were renumbered, or an older copy of the file was restored.
+        return not cursor.rowid or self.database.id_at(cursor.rowid) == cursor.anchor
+
+    def note(self, checkpoints: Iterable[Checkpoint], missing: Mapping[str, Sequence[str]]) -> None:
+        """Note the checkpoints of traces that were handed on, and which calls are `missing` of traces that were not
+        extracted without them: these are open again."""
+        for checkpoint in checkpoints:
+            if self._tail is None or not checkpoint.is_open:
+                continue
+            if (trace := self._tail.traces.get(checkpoint.trace_id)) is not None:
+                trace.known = checkpoint
+            elif checkpoint.trace_id in missing:
+                trace = self._reopen(self._tail, checkpoint)
+                trace.missing_calls = frozenset(missing[checkpoint.trace_id])
 
     def _completion(self, schema: Schema) -> TraceCompletion:
         return TraceCompletion(schema, self._settle_ns, self._abandon_ns, self._calls_wait_ns, self._call_sizes)
@@ -263,19 +281,17 @@ class StudioReader:
         if self._tail is None:
             return False
         completion = self._completion(self._tail.schema)
-        return any(trace.awaits_calls and completion.has_calls(trace) for trace in self._tail.traces.values())
+        return any(trace.missing_calls and completion.has_calls(trace) for trace in self._tail.traces.values())
 
-    def _begin(self, cursor: Cursor, checkpoints: Checkpoints, now_ns: int) -> Scan:
+    def _begin(self, cursor: Cursor, checkpoints: Checkpoints) -> Scan:
         """The scan to continue, from the cursor if that is still about this file, else from the beginning."""
         identity = self.database.identity()
         self.schema, fingerprint = schema_of(self.database)
-        same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
-        # If another row is at the cursor now, rows were renumbered, or an older copy of the file was restored.
-        if not same or (cursor.rowid and self.database.id_at(cursor.rowid) != cursor.anchor):
-            generation = cursor.generation + 1 if cursor.identity else cursor.generation
-            cursor = Cursor(0, identity, fingerprint, generation)
-        scan = self._tail
-        goes_on = scan is not None and (scan.at, self._cursor.generation) == (cursor.rowid, cursor.generation)
+        scan, generation = self._tail, self._cursor.generation
+        self._cursor = replace(self._cursor, identity=identity, fingerprint=fingerprint)
+        if not self.belongs(cursor):
+            cursor = Cursor(0, identity, fingerprint, cursor.generation + bool(cursor.identity))
+        goes_on = scan is not None and (scan.at, generation) == (cursor.rowid, cursor.generation)
         self._cursor = cursor
         if scan is not None and goes_on:
             scan.schema = self.schema
@@ -285,29 +301,33 @@ class StudioReader:
         # Traces that were open when the last process ended, or that are to be read again.
         for checkpoint in checkpoints(None).values():
             if checkpoint.generation == cursor.generation:
-                trace = scan.traces[checkpoint.trace_id] = OpenTrace(checkpoint.trace_id, now_ns, known=checkpoint)
-                self._add_earlier_rows(scan, trace, checkpoint)
-                trace.seen_ns = trace.ended_ns(scan.schema)
+                self._reopen(scan, checkpoint)
         return scan
+
+    def _reopen(self, scan: Scan, checkpoint: Checkpoint) -> OpenTrace:
+        """A trace that is open by its checkpoint."""
+        trace = scan.traces[checkpoint.trace_id] = OpenTrace(checkpoint.trace_id, 0, known=checkpoint)
+        self._add_earlier_rows(scan, trace, checkpoint)
+        trace.seen_ns = trace.ended_ns(scan.schema)
+        return trace
 
     def _next_rows(
         self, scan: Scan, checkpoints: Checkpoints, now_ns: int, last: int | None = None
     ) -> tuple[list[DeadRow], int, bool]:
-        """Add the rows of a batch up to number `last`: dead rows, how many rows, and whether more follow.
+        """Add the rows of a step up to number `last`: rows without ids, how many rows, and whether more follow.
 
         Traces that the scan meets for the first time get their checkpoints and their rows from before the scan.
         """
-        dead: list[DeadRow] = []
-        read = size = 0
+        bad: list[int] = []
+        read = 0
         more = True
         most = BATCH_ROWS if last is None else 2 * BATCH_ROWS
-        while more and read < most and size < BATCH_BYTES:
-            rows, more, page_size = self.database.page(scan.schema.columns, scan.at)
+        while more and read < most:
+            rows, more, _ = self.database.page(scan.schema.id_columns, scan.at)
             if last is not None and rows and rows[-1][0] > last:
                 rows, more = [row for row in rows if row[0] <= last], False
-            dead += scan.add(rows, now_ns)
+            bad += scan.add(rows, now_ns)
             read += len(rows)
-            size += page_size
         new, scan.new = scan.new, {}
         earlier = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
         if unknown := [trace for trace in new if trace not in earlier]:
@@ -317,18 +337,15 @@ class StudioReader:
             trace.known = checkpoint
             if checkpoint.generation == self._cursor.generation and not trace.ids.keys() >= set(checkpoint.rowids):
                 self._add_earlier_rows(scan, trace, checkpoint)
-        return dead, read, more
+        return unnamed(self.database.rows(scan.schema.columns, bad)), read, more
 
     def _add_earlier_rows(self, scan: Scan, trace: OpenTrace, checkpoint: Checkpoint) -> None:
         earlier = [rowid for rowid in checkpoint.rowids if rowid <= scan.at and rowid not in trace.ids]
-        if earlier and (rows := [row for row in self._fetch(earlier, {trace.trace_id}) if is_id(row[1])]):
+        name = trace.trace_id.encode()
+        found = self.database.rows(scan.schema.id_columns, earlier)
+        # The number may belong to a row of another trace by now.
+        if rows := [row for row in found if row[2] == name and is_id(row[1])]:
             scan.extend(trace, rows)
-
-    def _fetch(self, rowids: Sequence[int], trace_ids: Collection[str]) -> Iterator[Row]:
-        """Rows by number, as far as they still belong to these traces."""
-        assert self.schema is not None
-        names = {trace.encode() for trace in trace_ids}
-        return (row for row in self.database.rows(self.schema.columns, rowids) if row[2] in names)
 
     def _candidates(self, scan: Scan, *, more: bool) -> Iterator[OpenTrace]:
         """Traces that may be complete, except those of which the scan has not reached all known rows."""
@@ -338,111 +355,75 @@ class StudioReader:
 
     def _ready(
         self, scan: Scan, completion: TraceCompletion, now_ns: int, *, more: bool, final: bool
-    ) -> Iterator[tuple[OpenTrace, bool]]:
-        """The traces that a pass hands on, each with whether it is still open; the others wait."""
+    ) -> Iterator[CompleteTrace]:
+        """The traces that a pass hands on; the others wait."""
         for trace in self._candidates(scan, more=more):
-            state = completion.decide(trace, now_ns, is_near=more and scan.at - trace.last_rowid < FAR_ROWS)
-            trace.awaits_calls = state is Completeness.AWAITS_CALLS
-            if state is Completeness.COMPLETE:
-                yield trace, False
+            if completion.is_complete(trace, now_ns, is_near=more and scan.at - trace.last_rowid < FAR_ROWS):
+                # Missing calls are there now, or no server records any.
+                may_wait = not trace.missing_calls and completion.may_wait(trace, now_ns)
+                yield self._handing_on(scan, trace, may_wait=may_wait)
                 continue
             scan.wait(trace)
             if final and not more and not trace.is_whole():
-                yield trace, True
+                yield self._handing_on(scan, trace, is_open=True)
 
-    def _missed(self, scan: Scan, tail: Scan, now_ns: int, *, more: bool) -> Iterator[tuple[OpenTrace, bool]]:
-        """The traces that a re-scan compares with their checkpoints, or hands on because no pass has met them. The
-        others are left to the next pass."""
+    def _missed(self, scan: Scan, tail: Scan, now_ns: int, *, more: bool) -> Iterator[CompleteTrace]:
+        """The traces that a re-scan hands on: known ones, and those that no pass has met. The others are left to the
+        next pass."""
         completion = replace(self._completion(scan.schema), settle_ns=0)
         for trace in self._candidates(scan, more=more):
-            is_closed = trace.known is not None or completion.decide(trace, now_ns) is Completeness.COMPLETE
+            is_closed = trace.known is not None or (
+                completion.is_complete(trace, now_ns) and not completion.may_wait(trace, now_ns)
+            )
             if is_closed and trace.trace_id not in tail.traces:
-                yield trace, False
+                yield self._handing_on(scan, trace)
             else:
                 tail.adopt(trace)
                 self.due_ns = 0
                 scan.close(trace)
 
-    def _batches(
-        self, scan: Scan, ready: Iterable[tuple[OpenTrace, bool]], dead: Sequence[DeadRow], rows: int, *, more: bool
-    ) -> Iterator[Batch]:
-        """Batches of the traces that are handed on."""
-        chosen: list[tuple[OpenTrace, bool]] = []
-        size = 0
-        for trace, is_open in ready:
-            chosen.append((trace, is_open))
-            size += trace.size
-            if self._call_sizes is not None and trace.call_references:
-                size += sum(self._call_sizes(trace.call_references).values())
-            if size >= CLOSED_BYTES:
-                yield self._batch(scan, chosen, dead, rows, more=True)
-                chosen, dead, rows, size = [], (), 0, 0
-        yield self._batch(scan, chosen, dead, rows, more=more)
+    def _handing_on(
+        self, scan: Scan, trace: OpenTrace, *, is_open: bool = False, may_wait: bool = False
+    ) -> CompleteTrace:
+        """A trace to be extracted, which is no longer open on the scan, unless it `is_open`."""
+        spans = {rowid: span for rowid, (span, _) in sorted(trace.ids.items())}
+        complete = CompleteTrace(trace.trace_id, spans, self._cursor.generation, trace.known, is_open, may_wait)
+        if not is_open:
+            # Its digest is not known yet.
+            self._remember(Checkpoint(trace.trace_id, tuple(spans), 0, self._cursor.generation))
+            scan.close(trace)
+        return complete
 
-    def _batch(
-        self, scan: Scan, chosen: Sequence[tuple[OpenTrace, bool]], dead: Sequence[DeadRow], rows: int, *, more: bool
-    ) -> Batch:
-        """Selects the rows of closed traces that changed since their checkpoint, and builds the new checkpoints."""
-        if dropped := [trace for trace, _ in chosen if len(trace.rows) < len(trace.ids)]:
-            self._restore_contents(dropped)
-        traces: list[RawTrace] = []
+    def _steps(
+        self, scan: Scan, ready: Iterable[CompleteTrace], dead: Sequence[DeadRow], rows: int, *, more: bool
+    ) -> Iterator[Step]:
+        """Steps of the traces that are handed on. Only the last one has the cursor."""
+        chosen: list[CompleteTrace] = []
+        size = 0
+        for complete in ready:
+            if chosen and size + len(complete.spans) > COMPLETE_ROWS:
+                yield Step(None, tuple(chosen), more=True)
+                chosen, size = [], 0
+            chosen.append(complete)
+            size += len(complete.spans)
+        if scan is not self._tail:
+            yield Step(None, tuple(chosen), rows=rows, more=more)
+            return
+        # Traces that stay open and have new rows.
+        grown, scan.grown = scan.grown, {}
         written: list[Checkpoint] = []
-        call_references: list[str] = []
-        for trace, is_open in chosen:
-            stored, raw = trace.known, trace.rows
-            digest = (trace.hashes & DIGEST_BITS) or 1
-            rowids = tuple(sorted(raw))
-            checkpoint = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, is_open)
-            trace.drop_contents()
-            if raw and not _is_unchanged(checkpoint, stored):
-                traces.append((raw, is_open))
-                call_references += trace.call_references
-            if checkpoint != stored:
-                written.append(checkpoint)
-            trace.known = checkpoint
-            if not is_open:
-                scan.close(trace)
-        if scan is self._tail:
-            # Traces that stay open and have new rows.
-            grown, scan.grown = scan.grown, {}
-            for trace in grown.values():
-                stored, rowids = trace.known, tuple(sorted(trace.ids))
-                if trace.trace_id in scan.traces and (
-                    stored is None or not stored.is_open or stored.rowids != rowids
-                ):
-                    digest = stored.digest if stored else 0
-                    trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
-                    written.append(trace.known)
-            self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
-        for checkpoint in written:
-            self._uncommitted.pop(checkpoint.trace_id, None)
-            self._uncommitted[checkpoint.trace_id] = checkpoint
+        for trace in grown.values():
+            stored, rowids = trace.known, tuple(sorted(trace.ids))
+            if trace.trace_id in scan.traces and (stored is None or not stored.is_open or stored.rowids != rowids):
+                digest = stored.digest if stored else 0
+                trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
+                self._remember(trace.known)
+                written.append(trace.known)
+        self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
+        yield Step(self._cursor, tuple(chosen), tuple(written), tuple(dead), len(scan.traces), rows=rows, more=more)
+
+    def _remember(self, checkpoint: Checkpoint) -> None:
+        self._uncommitted.pop(checkpoint.trace_id, None)
+        self._uncommitted[checkpoint.trace_id] = checkpoint
         while len(self._uncommitted) > UNCOMMITTED:
             del self._uncommitted[next(iter(self._uncommitted))]
-        return Batch(
-            cursor=self._cursor if scan is self._tail else None,
-            traces=tuple(traces),
-            call_references=tuple(call_references),
-            checkpoints=tuple(written),
-            dead=tuple(dead),
-            open_traces=len(self._tail.traces) if self._tail else 0,
-            rows=rows,
-            more=more,
-        )
-
-    def _restore_contents(self, traces: Sequence[OpenTrace]) -> None:
-        """Read rows again whose contents were dropped."""
-        by_id = {trace.trace_id: trace for trace in traces}
-        rowids = [rowid for trace in traces for rowid in trace.ids.keys() - trace.rows.keys()]
-        for row in self._fetch(rowids, by_id.keys()):
-            by_id[row[2].decode()].restore(row)
-
-
-def _is_unchanged(checkpoint: Checkpoint, stored: Checkpoint | None) -> bool:
-    """Whether a trace was extracted as it is now. One that only lost rows counts as unchanged: its replies stay."""
-    if stored is None or not stored.digest:
-        return False
-    if checkpoint.digest == stored.digest:
-        # A trace extracted as open is extracted again once it is abandoned.
-        return checkpoint.is_open or not stored.is_open
-    return not stored.is_open and len(checkpoint.rowids) < len(stored.rowids)

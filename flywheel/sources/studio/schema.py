@@ -50,6 +50,11 @@ class Schema:
     follows."""
     time_of: Callable[[Any, str], int]
 
+    @property
+    def id_columns(self) -> tuple[str, ...]:
+        """Span id, trace id, parent id and end time: all that shows whether a trace is complete."""
+        return self.columns[:4]
+
     def read(self, rowid: int, data: bytes) -> Span | DeadRow:
         """A packed row as a span, or as a dead row with the reason."""
         row = (rowid, *marshal.loads(data))

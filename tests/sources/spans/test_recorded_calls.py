@@ -12,20 +12,19 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import new_request_id, recorded_in, request_id_in
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Batch, Entry
-from flywheel.records.trace import Cursor, ModelAnswer, ModelCall, ReplySelection, sends_reasoning
+from flywheel.records.task import Entry
+from flywheel.records.trace import ModelAnswer, ModelCall, ReplySelection, sends_reasoning
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import SCHEMAS, packed
 from tests.factories.model_call import HIDING, MARK, REMINDER, SENT, marked, recorded_call
-from tests.sources.studio.reading import NOW, Ledger
+from tests.sources.studio.reading import NOW, Ledger, raw_traces
 from tests.sources.studio.writer import Studio, agent, chat, tool
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
@@ -36,15 +35,10 @@ SECOND = new_request_id("0" * 16, "my-agent@r0008")
 def entries(path: Path, *spans: dict[str, Any], calls: Collection[ModelCall] = ()) -> dict[str, Entry]:
     studio = Studio(path / "studio.sqlite")
     studio.write(*spans)
-    reader = StudioReader(studio.path, IngestSettings())
-    found: dict[str, Entry] = {}
-    for batch in reader.read(Cursor(), Ledger(), now=NOW, final=True):
-        joined = replace(batch, calls={call.request_id: call for call in calls})
-        assert reader.schema is not None
-        selection = ReplySelection(models=TrainedModels("my-agent", "/models/base"))
-        found |= {entry.span_id: entry for entry in extract(joined, reader.schema.name, selection, "/a").entries}
-    reader.close()
-    return found
+    schema, traces = raw_traces(studio.path)
+    selection = ReplySelection(models=TrainedModels("my-agent", "/models/base"))
+    found = extract(traces, schema, selection, "/a", {call.request_id: call for call in calls})
+    return {entry.span_id: entry for entry in found.entries}
 
 
 def line(entry: Entry) -> Any:
@@ -300,8 +294,7 @@ def test_whatever_a_client_sends_makes_a_reply(
         number: packed((number, *(encoded(row.get(name)) for name in schema.columns)))
         for number, row in enumerate(spans, 1)
     }
-    raw = Batch(None, traces=((rows, False),), calls={MARK: call})
-    done = extract(raw, "generation 2", ReplySelection(), "/a")
+    done = extract([(rows, False)], SCHEMAS["generation 2"], ReplySelection(), "/a", {MARK: call})
     assert [entry.span_id for entry in done.entries] == ["a"]
     for entry in done.entries:
         if entry.line:
@@ -323,9 +316,13 @@ def test_only_ids_count_as_marks() -> None:
 
 
 class Pulled(dict[str, int]):
-    """The calls that were pulled. `asked` counts the questions."""
+    """The calls that were pulled, by size. `asked` counts the questions."""
 
     asked = 0
+    path = Path(__file__)
+
+    def find(self, request_ids: Collection[str]) -> dict[str, Any]:
+        return {}
 
     def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
         self.asked += 1
@@ -338,20 +335,17 @@ def spans_that_end_at_now() -> tuple[dict[str, Any], ...]:
     return tuple(row | {"startTimeUnixNano": str(end - 10), "endTimeUnixNano": str(end)} for row in found)
 
 
-def traces(batches: list[Batch]) -> int:
-    return sum(len(batch.traces) for batch in batches)
-
-
 @pytest.mark.parametrize("final", [False, True])
 def test_a_reply_waits_for_its_calls_and_no_longer_than_that(tmp_path: Path, final: bool) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*spans_that_end_at_now())
     pulled = Pulled()
     reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
-    ledger = Ledger()
+    ledger = Ledger(calls=pulled)
 
     def read(seconds: float) -> int:
-        return traces(ledger.pass_(reader, now=NOW + timedelta(seconds=seconds), final=final))
+        ledger.pass_(reader, now=NOW + timedelta(seconds=seconds), final=final)
+        return ledger.extractions
 
     assert read(5) == 0 and reader.awaits_calls
     assert reader.due_ns == int(NOW.timestamp() * 1e9) + 30_000_000_000
@@ -367,21 +361,24 @@ def test_a_reply_goes_on_as_soon_as_its_calls_are_there(tmp_path: Path) -> None:
     studio.write(*spans_that_end_at_now())
     pulled = Pulled()
     reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
-    ledger = Ledger()
-    assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=5))) == 0
+    ledger = Ledger(calls=pulled)
+    ledger.pass_(reader, now=NOW + timedelta(seconds=5))
+    assert ledger.extractions == 0
+    assert [checkpoint.trace_id for checkpoint in ledger.open_checkpoints()] == ["trace"]
     pulled[MARK] = 100
-    (batch,) = ledger.pass_(reader, now=NOW + timedelta(seconds=6))
-    assert (len(batch.traces), batch.call_references) == (1, (MARK,))
+    ledger.pass_(reader, now=NOW + timedelta(seconds=6))
+    assert (ledger.extractions, ledger.open_checkpoints()) == (1, [])
     reader.close()
 
 
 def test_a_process_that_was_restarted_waits_on(tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*spans_that_end_at_now())
-    ledger = Ledger()
+    ledger = Ledger(calls=Pulled())
     for seconds, expected in ((5, 0), (20, 0), (31, 1)):
         reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=Pulled().sizes)
-        assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=seconds))) == expected
+        ledger.pass_(reader, now=NOW + timedelta(seconds=seconds))
+        assert ledger.extractions == expected
         reader.close()
 
 
@@ -394,7 +391,8 @@ def test_large_calls_make_smaller_batches(tmp_path: Path) -> None:
         row = marked(chat(f"c{number}", HIDING, "2", parent=f"a{number}", trace=f"t{number}"), mark)
         studio.write(row, agent(f"a{number}", ended=2, trace=f"t{number}"))
     reader = StudioReader(studio.path, IngestSettings(), call_sizes=pulled.sizes)
-    batches = Ledger().keep(reader.read(Cursor(), Ledger(), now=NOW, final=True), reader)
-    assert max(len(batch.call_references) for batch in batches) == 2
-    assert traces(batches) == 6
+    ledger = Ledger(calls=pulled)
+    ledger.pass_(reader, final=True)
+    assert ledger.counts == [1] * 6, "two of them have more than 8 MB"
+    assert ledger.extractions == 6
     reader.close()

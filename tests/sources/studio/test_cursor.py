@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Cursor, Reply
-from flywheel.sources.studio import database
+from flywheel.sources.studio import database, extraction
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import MUCH_LATER, NOW, QUICK, Ledger, by_id, read_all
@@ -85,9 +85,9 @@ def test_commits_passes_and_crashes_in_any_order(
     database.close()
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
-            # As if rows were large: what is read is let go of, and what ends together is told bit by bit.
-            patch.setattr(reading, "HELD_BYTES", 20_000)
-            patch.setattr(reading, "CLOSED_BYTES", data.draw(st.sampled_from([1, 30_000])))
+            # As if rows were large: what ends together is told bit by bit.
+            patch.setattr(reading, "COMPLETE_ROWS", data.draw(st.sampled_from([1, 5])))
+            patch.setattr(extraction, "MAX_BYTES", data.draw(st.sampled_from([1, 30_000])))
         reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
         while at < len(spans):
             size = data.draw(st.integers(1, 40))
@@ -99,7 +99,7 @@ def test_commits_passes_and_crashes_in_any_order(
             for number, step in enumerate(steps):
                 if number == kept:
                     break
-                ledger.store(step, reader.schema)
+                ledger.store(step, reader)
             steps.close()
             if data.draw(st.booleans()):
                 reader.close()
@@ -229,7 +229,7 @@ def test_a_batch_that_was_not_stored_is_extracted_again(studio: Studio, reader: 
     ledger.pass_(reader)
     studio.write(agent("a1"))
     steps = reader.read(ledger.cursor, ledger, now=NOW)
-    assert [checkpoint.trace_id for checkpoint in next(steps).checkpoints] == ["trace"]
+    assert [trace.trace_id for trace in next(steps).traces] == ["trace"]
     steps.close()
     ledger.pass_(reader)
     assert list(ledger.replies) == ["a1"]
@@ -247,11 +247,10 @@ def test_a_trace_that_goes_on_before_its_checkpoint_is_stored_is_whole(
         *(agent(f"b{number}", trace=f"other {number}") for number in range(6)),
         chat("late", [message("user", part("q"))], "a", parent="a1", trace="again", ended=2),
     )
-    batches = list(reader.read(Cursor(), Ledger(), now=NOW))
+    steps = list(reader.read(Cursor(), Ledger(), now=NOW))
     reader.close()
-    found = [checkpoint for batch in batches for checkpoint in batch.checkpoints if checkpoint.trace_id == "again"]
-    assert (found[0].rowids, found[-1].rowids) == ((1,), (1, 8))
-    assert [sorted(rows) for rows, _ in batches[-1].traces] == [[1, 8]]
+    found = [tuple(trace.spans) for step in steps for trace in step.traces if trace.trace_id == "again"]
+    assert found == [(1,), (1, 8)]
 
 
 def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: int = 5_000) -> None:
@@ -276,10 +275,6 @@ def test_pages_are_put_together_to_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(reading, "BATCH_ROWS", 10)
     told, _, steps = read_all(DATA / "old.sqlite")
     assert [step.rows for step in steps] == [*[12] * 38, 10]
-    assert by_id(told) == whole("old")
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1)
-    told, _, steps = read_all(DATA / "old.sqlite")
-    assert [step.rows for step in steps] == [*[3] * 155, 1]
     assert by_id(told) == whole("old")
 
 
@@ -415,31 +410,30 @@ def test_a_trace_before_a_gap_of_numbers_is_extracted_whole_when_it_goes_on(
     assert ledger.changes == []
 
 
-def test_large_rows_are_held_and_extracted_within_bounds(
+def test_large_rows_are_extracted_within_bounds(
     studio: Studio, reader: StudioReader, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All traces end at once, at the end of the table; a look at all of them finds them in the same bounds."""
     monkeypatch.setattr(database, "PAGE_ROWS", 4)
-    monkeypatch.setattr(reading, "BATCH_BYTES", 100_000)
-    monkeypatch.setattr(reading, "CLOSED_BYTES", 200_000)
-    monkeypatch.setattr(reading, "HELD_BYTES", 300_000)
+    monkeypatch.setattr(reading, "COMPLETE_ROWS", 40)
+    monkeypatch.setattr(extraction, "MAX_BYTES", 300_000)
     given_ = [message("user", part("q"))]
     studio.write(*(chat(f"c{n}", given_, "x" * 20_000, parent=f"a{n}", trace=f"t{n}") for n in range(40)))
     studio.write(*(agent(f"a{n}", "q", "x" * 20_000, trace=f"t{n}") for n in range(40)))
-    told: list[int] = []
-    for step in reader.read(Cursor(), ledger, now=NOW, final=True):
-        assert reader._tail is not None
-        assert sum(trace.held for trace in reader._tail.traces.values()) <= 300_000
-        told.append(sum(len(row) for rows, _ in step.traces for row in rows.values()))
-        ledger.store(step, reader.schema)
+    steps = ledger.pass_(reader, final=True)
+    assert [step.cursor is None for step in steps] == [True, False], "the cursor passes no trace that is to come"
     assert sorted(ledger.replies) == sorted(f"a{n}" for n in range(40))
     assert ledger.extractions == 40
-    assert max(told) < 300_000 < sum(told)
     assert ledger.open_checkpoints() == []
     with sqlite3.connect(studio.path) as writer:
         writer.execute("UPDATE span_table SET attributes = replace(attributes, 'xx', 'yy')")
     writer.close()
     ledger.pass_(reader)
-    swept = ledger.rescan(reader)
+    ledger.rescan(reader)
     assert len(ledger.changes) == 40
-    assert max(sum(len(row) for rows, _ in step.traces for row in rows.values()) for step in swept) < 300_000
+    sizes = [sum(map(len, rows.values())) for rows, _ in ledger.raw]
+    assert len(sizes) == 80
+    for count in ledger.counts:
+        assert 0 < sum(sizes[:count]) <= 300_000
+        del sizes[:count]
+    assert len(ledger.counts) < 40, "several at once"

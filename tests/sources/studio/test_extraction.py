@@ -6,12 +6,10 @@ from collections import Counter
 
 import pytest
 
-from flywheel.config import IngestSettings
 from flywheel.records.task import Batch, entry_of
-from flywheel.records.trace import Cursor, DeadRow, ReplySelection
+from flywheel.records.trace import DeadRow, ReplySelection
 from flywheel.sources.spans import replies
-from flywheel.sources.studio.reader import StudioReader
-from tests.sources.studio.reading import NOW, Ledger
+from tests.sources.studio.reading import raw_traces
 from tests.sources.studio.writer import DATA, NAMES
 
 
@@ -19,16 +17,12 @@ from tests.sources.studio.writer import DATA, NAMES
 @pytest.mark.parametrize("name", NAMES)
 def test_every_reply_becomes_one_entry_in_its_order(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "_GROUP", group)
-    reader = StudioReader(DATA / f"{name}.sqlite", IngestSettings())
-    batches = list(reader.read(Cursor(), Ledger(), now=NOW, final=True))
-    reader.close()
-    assert reader.schema is not None
-    traces = tuple(trace for batch in batches for trace in batch.traces)
+    schema, traces = raw_traces(DATA / f"{name}.sqlite")
     entries, dead, kinds = [], list[DeadRow](), Counter[str]()
     for rows, is_open in traces:
-        own, bad = replies.replies_of(reader.schema, rows, ReplySelection(), is_open=is_open, kinds=kinds)
+        own, bad = replies.replies_of(schema, rows, ReplySelection(), is_open=is_open, kinds=kinds)
         entries += [entry_of(reply, "a.sqlite") for reply in own]
         dead += bad
     expected = Batch(None, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
-    assert replies.extract(Batch(None, traces=traces), reader.schema.name, ReplySelection(), "a.sqlite") == expected
+    assert replies.extract(traces, schema, ReplySelection(), "a.sqlite") == expected
     assert len(entries) > 20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flywheel.config import IngestSettings, parse
+from flywheel.config import parse
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor, Reply, ReplySelection
@@ -21,10 +21,9 @@ from flywheel.sources.spans import replies
 from flywheel.sources.spans.span import Span
 from flywheel.sources.spans.trace_tree import Tree
 from flywheel.sources.studio import database, reader, schema
-from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store.kernel.database import Store
-from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
+from tests.sources.studio.reading import by_id, raw_traces, read_all
 from tests.sources.studio.writer import (
     Studio,
     agent,
@@ -351,7 +350,6 @@ async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> l
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(studio_connector, "LONG_ROWS", 5 if in_process else 10**9)
-            patch.setattr(studio_connector, "SENT_BATCHES", 10**9)
             patch.setattr(reader, "BATCH_ROWS", 5)
             patch.setattr(database, "PAGE_ROWS", 5)
             return [batch async for batch in connector.read(1, Cursor(), final=True)]
@@ -392,9 +390,7 @@ async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(
 
 def test_a_reply_that_cannot_be_written_is_dead_by_itself(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     studio.write(*(agent(f"a{n}", trace=f"t{n}") for n in range(5)))
-    source = StudioReader(studio.path, IngestSettings())
-    (step,) = source.read(Cursor(), Ledger(), now=NOW, final=True)
-    source.close()
+    schema, traces = raw_traces(studio.path)
     finished = replies.finished_reply
 
     def odd(tree: Tree, span: Span, selection: ReplySelection) -> Reply:
@@ -402,7 +398,7 @@ def test_a_reply_that_cannot_be_written_is_dead_by_itself(studio: Studio, monkey
         return replace(reply, structured={"object": object()}) if span.span_id == "a2" else reply
 
     monkeypatch.setattr(replies, "finished_reply", odd)
-    told = replies.extract(step, "generation 2", ReplySelection(), "a.sqlite")
+    told = replies.extract(traces, schema, ReplySelection(), "a.sqlite")
     assert [entry.span_id for entry in told.entries] == ["a0", "a1", "a3", "a4"]
     (dead,) = told.dead
     assert (dead.span_id, dead.trace_id) == ("a2", "t2") and "cannot be written as JSON" in dead.error
