@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from flywheel.config import IngestSettings, load, parse
@@ -313,12 +314,24 @@ async def test_the_line_of_a_training_task_is_written_once(store: Store) -> None
 
 
 async def test_what_a_process_left_without_a_split_gets_one_from_the_next(store: Store, tmp_path: Path) -> None:
-    await store.write(put_unsplit, *(reply(n) for n in range(9)))
     sources = [{"type": "jsonl", "path": str(write_lines(tmp_path / "empty.jsonl"))}]
-    ingestion = Ingestion(store, make_config(tmp_path, sources=sources))
-    await ingestion.run(final=True)
-    await ingestion.close()
-    assert set((await store.read(shown))[:-2]) == {9}
+    config = make_config(tmp_path, sources=sources)
+    for there in (0, 9):
+        ingestion = Ingestion(store, config)
+        await ingestion.run(final=True)
+        await ingestion.close()
+        assert set((await store.read(shown))[:-2]) == {there}
+        await store.write(put_unsplit, *(reply(n) for n in range(9)))
+
+
+async def test_a_task_that_joins_a_conversation_of_the_other_split_keeps_its_own(store: Store) -> None:
+    trained, kept = on(Split.TRAIN, 0, query="Who wrote the Odyssey?"), on(Split.HELD_OUT, 50, query="Where is Troy?")
+    await store.write(put, trained, kept)
+    before = await told(store)
+    assert set(before.values()) == {*Split}
+    await store.write(put, replace(trained, conversation_id=kept.conversation_id))
+    await store.write(put, replace(kept, conversation_id=trained.conversation_id))
+    assert await told(store) == before
 
 
 def assigned_at_once(conn: Connection, settings: IngestSettings) -> None:
