@@ -33,7 +33,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import measurement
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison, GateTest, SpentTest
 from flywheel.training.gate.gate import GAIN, TRIPWIRES, decide, following_test
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion

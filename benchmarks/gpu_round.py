@@ -28,7 +28,7 @@ from benchmarks import swap
 from benchmarks.round_work import RUBRIC, SEED, Judge, tasks
 from demo.ports import held_port
 from flywheel.cli.demo import judge
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.records.round import RESULT_FILE, SPEC_FILE, GateTest, RoundResult, RoundSpec
 from flywheel.store.kernel.database import Store
 from flywheel.training.data.round_progress import read_steps

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import gpu_training as training
 from demo.support_desk.messages import DESK, HELD_OUT, Kind, Message
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Sample
 from flywheel.training.engine.policy import save_adapter

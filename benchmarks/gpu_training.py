@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import import_utils
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow

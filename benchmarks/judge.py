@@ -21,11 +21,11 @@ import openai
 
 from benchmarks import measurement
 from benchmarks.judge_endpoint import CRITERIA, running
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange, Outcome
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.samples import CallTokens, TrainingRow, timelines, token_counts
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import measurement
 from benchmarks.databases import SCHEMAS, Database, cached
 from benchmarks.writer import Writer, copy
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 

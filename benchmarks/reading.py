@@ -42,7 +42,7 @@ def cold(begin: Begin, path: Path, folder: Path) -> int:
 
     Returns the number of replies and dead rows.
     """
-    from flywheel.config import parse
+    from flywheel.config.file import parse
     from flywheel.records.trace import Cursor
     from flywheel.sources.studio_connector import StudioConnector
     from flywheel.store.kernel.database import Store
@@ -69,7 +69,7 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
 
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
-    from flywheel.config import parse
+    from flywheel.config.file import parse
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store.kernel.database import Store
     from flywheel.system.process import tune_process

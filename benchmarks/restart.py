@@ -22,9 +22,9 @@ from sqlalchemy import Connection, insert
 
 from benchmarks import measurement
 from benchmarks.judge_endpoint import CRITERIA, answer_to
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store

@@ -25,7 +25,7 @@ from benchmarks.round_work import (
 )
 from flywheel.cli.demo import judge
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange
 

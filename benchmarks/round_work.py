@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.judge.prompt import parse_sections
 from flywheel.records.round import RoundTask
 from flywheel.records.verdict import Exchange

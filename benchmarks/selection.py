@@ -19,9 +19,9 @@ from typing import Any, Final
 from sqlalchemy import update
 
 from benchmarks import measurement
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.sample_selection import choose
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.coreset import ORDERS
 from flywheel.records.states import TaskState
 from flywheel.records.task import Batch, entry_of

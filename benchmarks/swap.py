@@ -38,7 +38,7 @@ from sqlalchemy import Connection
 from benchmarks import measurement
 from demo.ports import held_port
 from flywheel.cli.demo.questions import questions
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.serving import routes
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.middleware import AliasMiddleware

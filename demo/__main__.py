@@ -10,7 +10,7 @@ from demo.command import play
 from demo.studio import StudioDatabase
 from demo.traffic import Traffic
 from demo.wheel import Scene
-from flywheel.config import Config
+from flywheel.config.file import Config
 
 QUESTIONS_PER_SECOND: Final = 12.0
 

@@ -20,7 +20,7 @@ from demo import panel
 from demo.command import play
 from demo.tool_agent import AgentUsers
 from demo.wheel import Scene
-from flywheel.config import Config
+from flywheel.config.file import Config
 
 DIALOGUES_PER_SECOND: Final = 8.0
 

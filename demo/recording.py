@@ -18,7 +18,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, select
 
 from flywheel.cli.demo.recorded_round import FILES, REPLIES_FILE, ROUND_FILE, RecordedRound
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.records.round import RoundResult
 from flywheel.records.states import DeploymentState, RoundState, Split
 from flywheel.store import gate_tests, rounds

@@ -33,7 +33,7 @@ from demo.studio import StudioDatabase
 from demo.tracing import traced
 from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, settings_of, until_ready
 from flywheel.cli.demo import judge
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.records.round import RESULT_FILE, RoundResult
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store

@@ -26,7 +26,7 @@ from demo.parts import Part, adopt_orphans, end_descendants
 from demo.ports import held_port
 from demo.users import Users
 from flywheel.cli.demo import judge
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.daemon.status import metrics_of, snapshot
 from flywheel.errors import StoreError
 from flywheel.store.kernel.database import Store

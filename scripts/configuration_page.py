@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.system.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent

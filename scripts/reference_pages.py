@@ -21,7 +21,8 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import Config, agentjet_keys, sage, trinity
+from flywheel.config import agentjet_keys, sage, trinity
+from flywheel.config.file import Config
 from flywheel.records import states
 from flywheel.sources.otlp import conventions
 from flywheel.store.kernel import schema

@@ -24,7 +24,7 @@ import pytest
 
 from demo import small_model
 from demo.ports import held_port
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.records.round import Probe
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file, base_name

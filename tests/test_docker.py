@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.server_limits import is_loopback
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.errors import Condition
 from flywheel.judge.filters.chain import FILTERS, load_chain
 from flywheel.judge.filters.deduplication import Deduplication

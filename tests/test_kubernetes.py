@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.config.ingest import host_and_port
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.serving import routes

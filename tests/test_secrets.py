@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from flywheel import secrets as known_secrets
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.rounds.worker_process import result_of
 from flywheel.errors import JudgeError, TrainError
 from flywheel.records.round import LOG_FILE

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config, agentjet, trinity
+from flywheel.config import agentjet, trinity
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import call, objects

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
     from sqlalchemy import Connection
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.kernel.database import Store
     from flywheel.store.requests import RequestKind
 
@@ -263,7 +263,7 @@ def load_config(path: Path | None, *, options: Sequence[str] = (), names_sources
 
     Raises ConfigError if the command needs more than those, unless other options of it name what to read.
     """
-    from flywheel.config import defaults, load
+    from flywheel.config.file import defaults, load
 
     given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
@@ -416,7 +416,7 @@ def _owned(conn: Connection, config: Config) -> str:
 
     A file that is gone or keeps its state elsewhere, after a move or as the original of a copy, owns it no longer.
     """
-    from flywheel.config import load
+    from flywheel.config.file import load
     from flywheel.store.kernel import database
 
     if config.file is None:

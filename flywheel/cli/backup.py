@@ -23,7 +23,7 @@ from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.cli.audit.deep_audit import SourceAudit
-    from flywheel.config import Config
+    from flywheel.config.file import Config
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the backup.")]
 

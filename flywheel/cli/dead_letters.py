@@ -26,7 +26,7 @@ from flywheel.system.terminal import escape_terminal, moment, quantity
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.dead_letters import DeadLetter
 
 COLUMNS: Final = ("id", "kind", "source", "subject", "when", "state", "error")

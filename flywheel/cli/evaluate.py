@@ -43,7 +43,7 @@ from flywheel.system.terminal import escape_terminal, excerpt, quantity
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.evaluation import Evaluation
     from flywheel.daemon.evaluation_answers import Answer, Answers
 
@@ -413,7 +413,7 @@ def _cut(answers: Answers) -> list[Answer]:
 
 
 def _cut_off(evaluation: Evaluation, answers: Answers) -> str:
-    from flywheel.config import AgentProgramSettings
+    from flywheel.config.training import AgentProgramSettings
 
     found, rollout = _cut(answers), evaluation.settings.rollout
     limit = "serving.max_model_len"

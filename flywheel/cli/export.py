@@ -35,7 +35,7 @@ from flywheel.system.terminal import escape_terminal, quantity
 from flywheel.training.data.formats.export_format import ExportSample, Format, FormatName, LeftOut, Record
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.kernel.database import Store
     from flywheel.store.views.task_list import ExportedTask
 

@@ -39,12 +39,12 @@ from flywheel.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FlywheelError
 from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.forecast import Forecast
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.daemon.judging.judging_report import Cost, TaskResult
     from flywheel.daemon.judging.rubric_diff import Compared
-    from flywheel.judge.rubric import Rubric
+    from flywheel.judge.rubric.rubric import Rubric
     from flywheel.records.verdict import Verdict
     from flywheel.store.kernel.database import Store
 

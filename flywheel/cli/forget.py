@@ -22,7 +22,7 @@ from flywheel.errors import EXIT_LOCKED, LockedError
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.erasures import Kind
 
 WAIT_SECONDS: Final = 60.0

@@ -25,7 +25,7 @@ from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.forecast import Forecast
 
 
@@ -43,7 +43,8 @@ def ingest(
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the sources and turn them into tasks."""
-    from flywheel.config import JsonlSource, StudioSource, source_at
+    from flywheel.config.file import source_at
+    from flywheel.config.ingest import JsonlSource, StudioSource
 
     configured = settings = load_config(config, names_sources=bool(source))
     if source:

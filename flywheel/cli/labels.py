@@ -33,7 +33,7 @@ from flywheel.system.terminal import escape_terminal, moment, quantity
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.labels import Opinion
 
 SHOWN = 50

@@ -21,7 +21,7 @@ from flywheel.cli.app import (
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.rounds.retention import PrunedLog, Removal
 
 WAIT_SECONDS = 120.0

@@ -25,7 +25,7 @@ from flywheel.records.states import ACCEPTED, Split
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.retrieval.pairs import Calls
 
 PAGE = 200

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
 
 QUESTION_EXCERPT: Final = 60
 ANSWER_EXCERPT: Final = 100

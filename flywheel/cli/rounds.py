@@ -33,7 +33,7 @@ from flywheel.system.terminal import escape_terminal, quantity
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.forecast import Forecast
     from flywheel.daemon.rounds.rounds import Rounds
     from flywheel.serving.client.adapter_swap import SwapReport

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.errors import FlywheelError
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from flywheel.system.terminal import escape_terminal, moment
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from flywheel.config import Config
     from flywheel.config.agentjet import ProjectRoot
+    from flywheel.config.file import Config
     from flywheel.system.yaml_file import YamlDocument
 
 config_app = command_group("config", "Show the settings and their JSON Schemas.")
@@ -156,8 +156,8 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
 def _translated(project: ProjectRoot, file: str, document: YamlDocument, raw: Mapping[str, Any]) -> dict[str, str]:
     """The origins of keys that have other names in AgentJet's file, or its defaults: the line, and where a relative
     path starts."""
-    from flywheel.config import Config
     from flywheel.config.agentjet import origins_in
+    from flywheel.config.file import Config
 
     origins = {}
     for key, place, is_path in origins_in(raw, Config.model_fields.keys()):

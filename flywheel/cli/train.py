@@ -27,7 +27,7 @@ from flywheel.errors import EXIT_FAILED, TrainError
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.config.training import Stage
     from flywheel.daemon.file_round import TuneResult
     from flywheel.daemon.rounds.file_tasks import ReadRows
@@ -248,7 +248,7 @@ def _base(named: str | None, adapter: Path | None, attempted: str) -> str | None
 
 def _settings(options: Mapping[str, Any], config: Path | None, command: str) -> Config:
     """The settings of the file, with those of the command line above them. Raises ConfigError."""
-    from flywheel.config import parse
+    from flywheel.config.file import parse
     from flywheel.config.interpolation import values_of
     from flywheel.config.section import merged
     from flywheel.system.yaml_file import read_yaml

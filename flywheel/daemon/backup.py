@@ -10,7 +10,7 @@ from typing import Final
 
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.section import leaves
 from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.rounds.retention import STAYS

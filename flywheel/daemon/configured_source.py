@@ -10,7 +10,8 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, JsonlSource, SourceSettings, StudioSource
+from flywheel.config.file import Config
+from flywheel.config.ingest import JsonlSource, SourceSettings, StudioSource
 from flywheel.records.exclusion import TrainedModels
 from flywheel.store import samples
 from flywheel.store.kernel.database import Store, note, noted

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState

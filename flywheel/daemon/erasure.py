@@ -26,7 +26,7 @@ import msgspec
 import orjson
 from sqlalchemy import Connection, Row, select
 
-from flywheel.config import DATA_SETS, Config
+from flywheel.config.file import DATA_SETS, Config
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.rounds.erasure import ERASED_FOLDERS, erase_from_files, erase_from_results

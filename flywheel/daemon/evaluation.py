@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.evaluation_answers import Answers, answers_in
 from flywheel.daemon.file_round import RoundNames, adapter_in, base_model_of, read_tasks, require_packages, run_worker
@@ -31,7 +32,7 @@ from flywheel.errors import ConfigError
 from flywheel.judge.agent_metrics import SCORE
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.usage import Purpose
 from flywheel.records.round import (
     ANSWERS_FILE,

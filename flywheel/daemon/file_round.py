@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.file_tasks import ReadRows, rows, sentence_of, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch

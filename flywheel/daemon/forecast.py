@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.configured_source import changes_of_model_rules
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.states import Split, TaskState

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from flywheel.config import DaemonSettings
 from flywheel.config.ingest import host_and_port
+from flywheel.config.serving import DaemonSettings
 from flywheel.errors import FlywheelError
 from flywheel.system.server_limits import (
     Limited,

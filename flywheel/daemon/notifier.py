@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from flywheel.config import Config, NotifySettings
+from flywheel.config.file import Config
+from flywheel.config.notices import NotifySettings
 from flywheel.config.section import check_url
 from flywheel.errors import NotifyError
 from flywheel.secrets import environment_without_secrets, redact_secrets, register_secret, whole_url

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from sqlalchemy import Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.watch_figures import figures_of
 from flywheel.records.request_id import BASE_VERSION

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import LockedError
 from flywheel.records.states import RequestState
 from flywheel.store import requests

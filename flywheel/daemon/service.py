@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from flywheel.config import Config
 from flywheel.config.crontab import cron_trigger
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.judging.judging import CLAIMED_PER_THREAD, TaskJudging, recover

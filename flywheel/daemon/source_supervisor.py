@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from flywheel.config import Config, JsonlSource, OtlpSource
+from flywheel.config.file import Config
+from flywheel.config.ingest import JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from sqlalchemy import Connection, Row
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.sample_selection import AvailableSamples, AvailableSamplesCache, new_samples_needed

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from flywheel.judge.chat_completions import JudgeReply, storable_value, strict_format, strict_object
-from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric.criterion import Criterion
 from flywheel.judge.rubric.text import visible
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult

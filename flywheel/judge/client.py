@@ -21,7 +21,7 @@ import httpx2
 import orjson
 from tenacity import RetryCallState
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import ConfigError, JudgeError
 from flywheel.judge.call_seconds import CALL_SECONDS
 from flywheel.judge.chat_completions import (
@@ -42,7 +42,7 @@ from flywheel.judge.chat_completions import (
     says_unsupported,
 )
 from flywheel.judge.limits import MODERATION, ConcurrencyLimit, Key, KeyPool, RateLimiter
-from flywheel.judge.rubric import ALIEN, Rubric
+from flywheel.judge.rubric.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.secrets import keys_in
 from flywheel.system.heartbeat import beat

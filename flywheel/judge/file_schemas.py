@@ -9,7 +9,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from flywheel.config.file import Config
 from flywheel.judge.filters.chain import FILTERS, ChainFile
-from flywheel.judge.rubric import KINDS, MODEL_TYPE, Criterion, Rubric
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import KINDS, MODEL_TYPE, Rubric
 
 DIALECT: Final = GenerateJsonSchema.schema_dialect
 

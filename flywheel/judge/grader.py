@@ -17,14 +17,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import CheckError, CostlyCheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.chat_completions import JudgeReply
 from flywheel.judge.client import JudgeClient, settings_for
-from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.judge.rubric.checks import check_all, fails_required
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import FLAT_ID, Rubric
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict

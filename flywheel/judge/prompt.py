@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import FLAT_ID, Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 

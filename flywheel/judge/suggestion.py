@@ -17,9 +17,9 @@ from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import likely_mistakes, validate
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.system.http_client import NEVER
 from flywheel.system.yaml_file import YamlDocument

@@ -15,7 +15,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, ask_for_object
 from flywheel.judge.chat_completions import JudgeReply, strict_format

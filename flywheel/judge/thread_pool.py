@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from flywheel.config import JudgeBudget
+from flywheel.config.judge import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.usage import Budget, CallsInFlight
 from flywheel.records.verdict import Outcome, Verdict

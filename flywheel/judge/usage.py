@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import JudgeBudget
+from flywheel.config.judge import JudgeBudget
 from flywheel.errors import EXIT_FAILED, JudgeError
 from flywheel.system.files import PRIVATE, append_jsonl, cut_torn_line, private, write_json
 

@@ -11,11 +11,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from flywheel.config import Config, load, parse
+from flywheel.config.file import Config, load, parse
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.task import Batch, Entry
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.sources.jsonl.record import entries_of, rows_of

@@ -8,8 +8,7 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from flywheel.config import ServingSettings
-from flywheel.config.serving import DNS
+from flywheel.config.serving import DNS, ServingSettings
 
 RESOLVE_SECONDS: Final = 5.0
 """Longest time for a name: one that does not resolve must not delay a rollback on the other replicas."""

@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flywheel.config import Config, ServingSettings
+from flywheel.config.file import Config
+from flywheel.config.serving import ServingSettings
 from flywheel.errors import Condition, ServeError
 from flywheel.secrets import is_sendable, register_secret
 from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE

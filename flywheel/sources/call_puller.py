@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError, ServeError
 from flywheel.records.trace import Cursor, ModelCall

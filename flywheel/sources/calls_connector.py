@@ -11,7 +11,8 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
+from flywheel.config.file import Config
+from flywheel.config.ingest import CallsSource, OtlpSource, StudioSource
 from flywheel.records.task import Batch
 from flywheel.records.trace import CallOutline, Cursor, PlacedCall, ReplySelection
 from flywheel.serving.calls.call_log import COMPACTING_SECONDS

@@ -23,7 +23,8 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from flywheel.config import DATA_SETS, CallsSource, Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings
+from flywheel.config.file import DATA_SETS, Config
+from flywheel.config.ingest import CallsSource, IngestSettings, JsonlSource, OtlpSource, SourceSettings
 from flywheel.errors import CallLogError, FlywheelError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor

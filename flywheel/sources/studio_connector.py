@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Checkpoint, Cursor, ReplySelection

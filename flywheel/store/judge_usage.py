@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, exists, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from flywheel.config import JudgePrices
+from flywheel.config.judge import JudgePrices
 from flywheel.judge.usage import CLOCK, Purpose, UsageFile, Used, today
 from flywheel.records.task import storable
 from flywheel.records.verdict import Verdict

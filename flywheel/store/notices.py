@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, func, select
 
-from flywheel.config import NoticeType, NotifySettings
+from flywheel.config.notices import NoticeType, NotifySettings
 from flywheel.records.states import DeadLetterState, DeploymentState, RoundState, WatchState
 from flywheel.store.deployments import rollback_cause
 from flywheel.store.kernel import database

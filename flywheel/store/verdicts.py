@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, true, update
 from sqlalchemy.dialects.sqlite import insert
 
-from flywheel.config import JudgePrices
+from flywheel.config.judge import JudgePrices
 from flywheel.records.states import ACCEPTED, TaskState
 from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict

@@ -16,7 +16,7 @@ from flywheel.tuner.objects import WorkflowOutput as WorkflowOutput
 from flywheel.tuner.objects import WorkflowType as WorkflowType
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.file_round import TuneResult as TuneResult
 
 REFUSED: Final[Mapping[str, tuple[str, str]]] = {

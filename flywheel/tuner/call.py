@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.sage import Option
 from flywheel.config.section import has, merged

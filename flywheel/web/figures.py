@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import FlywheelError
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.web.site import Site

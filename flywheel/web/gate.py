@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.errors import StoreError

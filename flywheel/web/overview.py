@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import DeploymentState
 from flywheel.store import deployments, judge_usage, samples
 from flywheel.store.views import acceptance

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.waiting import told
 from flywheel.records.round import ERROR_FILE, LOG_FILE, RoundSelection
 from flywheel.records.states import LIVE_ROUND, RoundState, Split

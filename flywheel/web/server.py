@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import FlywheelError
 from flywheel.store.views.task_counts import task_counts
 from flywheel.system.process import trim_malloc

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.store.kernel.database import Reader
 from flywheel.system.terminal import duration, excerpt, moment, score_text
 from flywheel.system.terminal import percent as whole_percent

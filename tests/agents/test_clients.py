@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from tests.agents.running import EXAMPLES, environment, run
 from tests.daemon.following import Following, status
 from tests.factories.recording_server import CALLS, Json, Server, configuration, exported

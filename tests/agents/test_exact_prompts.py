@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from tests.agents.running import ROOT, agentscope, run
 from tests.daemon.following import Following, status
 from tests.factories.recording_server import (

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from flywheel.config import OtlpSource
+from flywheel.config.ingest import OtlpSource
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
 from flywheel.sources.otlp.receiver import Receiver

@@ -18,7 +18,7 @@ import pytest
 
 import flywheel
 from flywheel import tuner
-from flywheel.config import AgentProgramSettings
+from flywheel.config.training import AgentProgramSettings
 from flywheel.records.program_run import RunResult
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool

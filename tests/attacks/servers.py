@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.sources.otlp.receiver import Receiver
 from flywheel.system.web_server import BackgroundServer, bound_socket

@@ -17,7 +17,7 @@ from typing import Self
 import httpx2
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import NotifyError, ServeError
 from flywheel.serving.client.replica_client import Replica

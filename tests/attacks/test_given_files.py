@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from flywheel.cli.settings import settings_of
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import load_chain
 from flywheel.judge.labels import read_labels
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import read_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.system import files
 from flywheel.system.files import read_given
 from flywheel.system.yaml_file import YamlDocument, read_yaml

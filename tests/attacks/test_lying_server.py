@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES, CallLog
 from flywheel.serving.calls.call_log_page import fits_a_page, page_json, read_page
 from flywheel.serving.calls.stored_parts import MAX_PARTS

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from starlette.routing import Route
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.task_counts import FILTERS

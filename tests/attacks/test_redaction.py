@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.status import snapshot
 from flywheel.judge.filters.pii import Pii
 from flywheel.records.task import task_line

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.status import snapshot
 from flywheel.records.states import TaskState
 from flywheel.sources.ingestion import Ingestion

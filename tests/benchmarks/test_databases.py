@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.databases import SCHEMAS, Database, cached, generate
 from benchmarks.templates import SOURCES, open_read_only
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 

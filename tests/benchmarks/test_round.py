@@ -14,9 +14,9 @@ import pytest
 from benchmarks.round import RESULTS, alternate, check_lengths, processor_seconds, read, table
 from benchmarks.round_work import GROUP, PROMPTS, RUBRIC, TRAIN, Judge, Work, endless, tasks
 from flywheel.cli.demo import judge
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange
 from tests.factories.benchmark import result_of

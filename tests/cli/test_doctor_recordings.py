@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from flywheel.cli.doctor import Finding, Result, data
 from flywheel.cli.doctor.data import check_recordings
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply
 from flywheel.store.kernel.database import Store

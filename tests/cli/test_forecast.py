@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.records.round import RoundSpec
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import Seen, in_terminal

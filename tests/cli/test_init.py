@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel.cli.init import BASE, JUDGE, SERVER, InitAnswers, _files_to_write, configured
-from flywheel.config import load, parse
+from flywheel.config.file import load, parse
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE
 from flywheel.system import files
 from flywheel.system.yaml_file import read_yaml

@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.store import calibrations

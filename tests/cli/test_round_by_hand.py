@@ -19,7 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from flywheel.cli import status as status_command
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
 from flywheel.records.exclusion import NOT_RECORDED

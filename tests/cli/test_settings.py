@@ -12,7 +12,7 @@ import yaml
 from jsonschema_rs import Draft202012Validator, meta
 
 from flywheel.cli.settings import SCHEMAS, schema_of
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import FILTERS, load_chain
 from tests.cli.conftest import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.records.skipping import MIN_REPLIES, REMEDIES
 from flywheel.records.states import SkipReason
 from flywheel.web.server import application

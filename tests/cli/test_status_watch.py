@@ -25,7 +25,7 @@ from rich.console import Console
 
 from flywheel.cli import status as status_command
 from flywheel.cli.status import fitted
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.daemon.status import RoundStatus, Status, snapshot
 from flywheel.store.kernel.database import read_once
 from tests import warm

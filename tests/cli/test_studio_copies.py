@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.records.trace import Cursor
 from flywheel.sources import studio_connector
 from flywheel.sources.studio import database

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.daemon.rounds.round_tasks import round_task
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_UNAVAILABLE, EXIT_USAGE
 from flywheel.judge.prompt import parse_sections

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.errors import ConfigError
 from tests.cli.conftest import Run
 

@@ -78,7 +78,7 @@ def test_metrics_count_conversations_by_version(flywheel: Run, config: Path) -> 
 def test_the_page_of_the_deployment_has_the_figures_while_it_is_watched_and_afterwards(
     flywheel: Run, config: Path, tmp_path: Path
 ) -> None:
-    from flywheel.config import load
+    from flywheel.config.file import load
 
     http = client(load(config))
     page = http.get("/deployments/1").text

@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import (
-    AgentProgramSettings,
-    Config,
-    JsonlSource,
-    RewardSettings,
-    StudioSource,
-    agentjet_keys,
-    load,
-)
+from flywheel.config import agentjet_keys
 from flywheel.config.agentjet import from_agentjet
-from flywheel.config.ingest import DatasetSettings, ModelFilter
+from flywheel.config.file import Config, load
+from flywheel.config.ingest import DatasetSettings, JsonlSource, ModelFilter, StudioSource
 from flywheel.config.sage import by_name
 from flywheel.config.section import merged, put
+from flywheel.config.training import AgentProgramSettings, RewardSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of

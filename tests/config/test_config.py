@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flywheel.config import Config, default_state_dir, defaults, load, parse
+from flywheel.config.file import Config, default_state_dir, defaults, load, parse
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.system import files

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import load_chain
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import parse
 from flywheel.config.crontab import next_times
+from flywheel.config.file import parse
 from flywheel.errors import ConfigError
 from tests.cases import for_each
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, parse, sage
+from flywheel.config import sage
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 from scripts.reference_pages import default_of
 

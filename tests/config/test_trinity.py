@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import Config, agentjet, load
+from flywheel.config import agentjet
+from flywheel.config.file import Config, load
 from flywheel.config.interpolation import values_of
 from flywheel.config.trinity import ALGORITHM, ARGUMENTS, DATASET, MODEL, TASKSET, TRINITY, from_tuner
 from flywheel.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.serving.environment_variables import SETTINGS_VARIABLE, ServerSettings
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging, TaskResult
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply

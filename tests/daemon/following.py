@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import snapshot
 from flywheel.sources.ingestion import Ingestion

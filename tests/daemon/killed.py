@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.sources import calls_connector, studio_connector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import uvicorn
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
 from flywheel.serving.client.replica_client import Replica

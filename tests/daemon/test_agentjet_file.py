@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flywheel.cli.audit.deep_audit import deep_audit
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.judge.prompt import parse_sections
 from flywheel.store.views import balance

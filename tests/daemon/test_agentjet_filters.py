@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from flywheel.cli.filter import case_of
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.rounds.suites import require_grader

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.store.kernel.database import Reader
 from flywheel.store.ledger import counts_by_source
 from tests.factories.batches import failed, request, response

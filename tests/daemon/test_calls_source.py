@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_sources
-from flywheel.config import Config, load, parse
+from flywheel.config.file import Config, load, parse
 from flywheel.daemon.erasure import Eraser
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.records import exclusion
 from flywheel.store import samples

@@ -12,7 +12,7 @@ from flywheel.cli.doctor import Finding, Result, machine
 from flywheel.cli.doctor.data import file_system, is_network
 from flywheel.cli.doctor.machine import Gpu, check_extra, check_gpu, check_notify, check_unit, list_gpus
 from flywheel.cli.doctor.serving import Base
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.system.terminal import byte_size
 
 GIB = 1 << 30

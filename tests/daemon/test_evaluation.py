@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.evaluation import (
     Benchmark,
     EvaluatedModel,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of, train_on_files
 from flywheel.daemon.rounds import file_tasks

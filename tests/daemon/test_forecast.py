@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from flywheel.cli.tables import forecast_text
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.forecast import Forecast, forecast, none_free
 from flywheel.records import exclusion

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon import langfuse
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.status import snapshot
@@ -379,7 +379,7 @@ def line(number: int) -> str:
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from flywheel.config import LangfuseSettings
+from flywheel.config.export import LangfuseSettings
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.store.kernel.database import Store
 

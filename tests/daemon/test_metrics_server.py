@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon import metrics_server
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.service import Service

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import Connection, select
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.records.states import ReplyState
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, insert
 
-from flywheel.config import Config, NoticeType, load
+from flywheel.config.file import Config, load
+from flywheel.config.notices import NoticeType
 from flywheel.daemon import notifier
 from flywheel.daemon.notifier import WAITS, NoticeTarget
 from flywheel.daemon.stage import Stage

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, ReceiverError
 from flywheel.sources.ingestion import Ingestion

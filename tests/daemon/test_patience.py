@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.status import as_json, snapshot
 from flywheel.records.states import RoundState, Split

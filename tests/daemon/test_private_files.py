@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
 from flywheel.serving.alias_target import AliasTarget

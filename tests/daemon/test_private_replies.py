@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.errors import ConfigError
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.sources.call_puller import CallLogCopy

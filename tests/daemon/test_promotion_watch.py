@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import NoticeType
+from flywheel.config.notices import NoticeType
 from flywheel.daemon.deployer import ABTestRequest
 from flywheel.daemon.promotion_watch import PromotionWatch, outcome_of_call
 from flywheel.daemon.status import snapshot

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 import yaml
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.publishing import model_card, publish
 from flywheel.records.states import RoundState

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records import exclusion
 from flywheel.records.request_id import request_id_in
 from flywheel.serving.calls.call_log import call_log_copy_path

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.judge.annotations import Annotation, LeftOutError
 from flywheel.records.states import SkipReason
 from flywheel.records.task import joined, task_id

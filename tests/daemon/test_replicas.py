@@ -18,7 +18,7 @@ import pytest
 from demo.ports import held_port
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.serving import check_servers
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.status import Status, snapshot
 from flywheel.errors import Condition, ServeError

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.daemon import requests
 from flywheel.store.requests import Request, RequestKind
 from tests.factories.daemon import Daemon, wait_for

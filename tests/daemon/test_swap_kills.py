@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from demo.ports import held_port
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError

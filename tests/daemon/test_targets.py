@@ -9,7 +9,7 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target

@@ -13,8 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from flywheel.cli import status
-from flywheel.config import Config
-from flywheel.config.file import load
+from flywheel.config.file import Config, load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.prometheus import exposition

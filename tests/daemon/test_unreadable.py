@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.service import Service
 from flywheel.errors import EXIT_UNAVAILABLE, JudgeError

@@ -15,7 +15,7 @@ import yaml
 from demo import panel
 from demo.__main__ import SCENE
 from flywheel.cli.demo import recorded_round
-from flywheel.config import load, parse
+from flywheel.config.file import load, parse
 from tests.factories.demo_run import ROOT, belongings, end, start
 from tests.waiting import wait_for
 

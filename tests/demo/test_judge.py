@@ -10,9 +10,10 @@ import pytest
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.judge import examine, last_box
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import LlmRubric, Rubric
+from flywheel.judge.rubric.criterion import LlmRubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 
 RUBRIC = Rubric(

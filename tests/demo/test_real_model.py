@@ -15,7 +15,7 @@ from demo.real_model import SCENES
 from demo.support_desk.desk import SupportDesk
 from demo.two_turns import TEACHER
 from flywheel.cli.demo import judge
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store

@@ -19,7 +19,8 @@ from demo.tool_prompt import ADD, REMINDER
 from demo.users import TrafficError
 from demo.wheel import Scene
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, solve
-from flywheel.config import AgentProgramSettings, load
+from flywheel.config.file import load
+from flywheel.config.training import AgentProgramSettings
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool
 from tests.agents.scripted_model import Recorder, ScriptedModel

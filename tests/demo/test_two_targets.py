@@ -21,7 +21,7 @@ from demo.panel import Metrics, Status
 from demo.users import Users
 from demo.wheel import Scene, Screen, Wheel
 from flywheel.cli.demo.questions import questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.system.files import tree_sha256
 from tests.demo.two_agents import OPERATIONS, SYSTEM, ask
 from tests.factories.demo_run import belongings

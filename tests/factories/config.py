@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.system import files
 
 BOXED_RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"

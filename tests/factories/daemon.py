@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.service import Service
 from flywheel.system.lock import instance_lock
 from tests import waiting, warm

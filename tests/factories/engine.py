@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import LoraSettings
+from flywheel.config.training import LoraSettings
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import Comparison, RoundResult, RoundSpec, Score
 from flywheel.records.states import RoundState
 from flywheel.store import rounds

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import yaml
 
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import Rubric
 
 BEFORE: Final[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "judged_before.json").read_text(encoding="utf-8")

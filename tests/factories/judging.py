@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.store.kernel.database import Store
 from tests.factories.config import make_config, write_yaml
 from tests.factories.judge_server import JudgeServer

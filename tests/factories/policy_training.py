@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config, LoraSettings
+from flywheel.config.file import Config
+from flywheel.config.training import LoraSettings
 from flywheel.training.data.samples import Sample, TrainingRow
 from tests.factories.round import POLICY
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.records.request_id import new_request_id
 from flywheel.serving.calls.call_log import RecordedCall
 from tests.factories.config import write_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.serving.client.replica_client import Replica
 from flywheel.store import placed_calls
 from tests.agents.scripted_model import Recorder, ScriptedModel

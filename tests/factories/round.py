@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, insert, select, update
 
-from flywheel.config import Config, GateSettings
+from flywheel.config.file import Config
+from flywheel.config.training import GateSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.records.round import (

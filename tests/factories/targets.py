@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import Split
 from tests.factories.trace import replies_on
 from tests.factories.verdict import put_judged

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.round_directory import go_on_from
 from flywheel.training.data.samples import TrainingRow

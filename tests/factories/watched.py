@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.records.request_id import new_request_id

@@ -10,7 +10,7 @@ import httpx2
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.web.server import application
 
 TOKEN = "a-token-of-some-length"

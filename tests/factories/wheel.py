@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.records.round import AdapterRef, Comparison, RoundResult, Score

@@ -22,7 +22,7 @@ import psutil
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.system.process_folder import PREFIX
 from flywheel.training.data.round_progress import progress_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.chat_completions import EndpointCapabilities
 from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system import http_client
 from tests.factories.judge_server import JudgeServer

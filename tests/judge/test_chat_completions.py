@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flywheel.judge.chat_completions import is_rejection_of
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 from tests.factories.judge_server import JudgeServer, form_of, nonce_of
 from tests.judge.conftest import GOOD, Make

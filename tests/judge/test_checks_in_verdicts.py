@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange, Outcome
 from tests.factories.judge_server import JudgeServer

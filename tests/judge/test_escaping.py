@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from flywheel.judge import suggestion
 from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import escape, messages
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange
 from tests.cases import for_each
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flywheel.errors import JudgeError
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import FAILURES_IN_ROW, grade_all
 from flywheel.records.verdict import Outcome
 from tests.factories.judge_server import JudgeServer

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tenacity import RetryCallState, Retrying
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import require_judge
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.http_client import OPENAI_URL, CallError, parse_retry_after, retry_delay

@@ -23,8 +23,8 @@ import flywheel
 from flywheel.judge import answer, prompt
 from flywheel.judge.filters import pii
 from flywheel.judge.filters.deduplication import particulars, template
-from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check, math_equal
+from flywheel.judge.rubric.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.text import split, visible, words_only
 from flywheel.records.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.records.verdict import Exchange

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.answer import UnreadableError, read
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, escape, messages, new_nonce, parse_sections
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 from tests.cases import for_each
 from tests.factories.judge_server import JudgeServer

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import JudgeBudget
+from flywheel.config.judge import JudgeBudget
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
 from flywheel.judge.limits import (
@@ -25,7 +25,7 @@ from flywheel.judge.limits import (
     KeyPool,
     RateLimiter,
 )
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.judge.usage import Budget, BudgetClock, BudgetSpentError
 from flywheel.records.verdict import Exchange, Outcome, Verdict

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flywheel.judge.answer import UnreadableError, object_in
 from flywheel.judge.answer import read as read_reply
 from flywheel.judge.prompt import REMINDER, escape, messages, parse_sections
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import CriterionResult, Exchange
 
 RUBRIC = Rubric.model_validate(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.filters.chain import load_chain
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric

@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import DAY_SECONDS, EndpointCapabilities
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Outcome
 from tests.factories.judge_server import JudgeServer, form_of

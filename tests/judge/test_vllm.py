@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from demo.ports import held_port
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.chat_completions import ResponseFormat
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, new_nonce
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 from tests.conftest import POLICY, serve_config, start_server, stop_server
 

@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader, Plan, majority
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Judgement, Outcome, Verdict
 from tests.factories.judge_server import JudgeServer
 from tests.judge.conftest import GOOD, Make

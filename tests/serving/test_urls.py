@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 
 

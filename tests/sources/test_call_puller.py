@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import CallLogError
 from flywheel.records.trace import Cursor
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path

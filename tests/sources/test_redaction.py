@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import SourceError, StudioError
 from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Cursor

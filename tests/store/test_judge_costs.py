@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, select
 
-from flywheel.config import JudgePrices
+from flywheel.config.judge import JudgePrices
 from flywheel.judge.usage import Purpose, Used
 from flywheel.store import judge_usage
 from flywheel.store.kernel.database import Store

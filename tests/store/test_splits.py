@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, delete, func, insert, select, update
 
-from flywheel.config import IngestSettings, load, parse
+from flywheel.config.file import load, parse
+from flywheel.config.ingest import IngestSettings
 from flywheel.records.similarity import beginning_of
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import conversation_key, opened, split_of

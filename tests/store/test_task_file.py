@@ -13,7 +13,7 @@ import orjson
 import pytest
 from sqlalchemy import Connection, func, select
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.errors import StoreError
 from flywheel.sources import ingestion
 from flywheel.sources.ingestion import Ingestion, SourceIngestion, SourceReport

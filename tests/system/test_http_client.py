@@ -14,11 +14,11 @@ import httpx2
 import pytest
 from openai.types.chat import ChatCompletion
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import mended, reply_of
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import redact_secrets
 from flywheel.system import http_client

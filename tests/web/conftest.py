@@ -17,7 +17,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect, sync_playwright
 from playwright.sync_api import Error as PlaywrightError
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.system.web_server import bound_socket, web_server
 from flywheel.web import tasks
 from flywheel.web.guard import LIMITS

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 from sqlalchemy import Connection, func, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.records.round import RoundResult
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from sqlalchemy import Connection
 from starlette.testclient import TestClient
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.store import ledger, verdicts
 from flywheel.store.kernel.schema import tasks
 from flywheel.web.server import application

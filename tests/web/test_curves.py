@@ -13,7 +13,7 @@ import httpx2
 import orjson
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.round_progress import Metrics
 from flywheel.web import curves as curves_module
 from flywheel.web.curves import MOST_POINTS, Curves, MetricsTails, charts_of, figures_by_step, sparkline

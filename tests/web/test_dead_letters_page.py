@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 from sqlalchemy import Connection
 
 from flywheel.cli.app import this_person
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon import requests
 from flywheel.store import dead_letters
 from flywheel.system.lock import instance_lock

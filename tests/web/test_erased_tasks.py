@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.erasure import erase_from_results, erase_from_round
 from flywheel.training.data.rollout_file import groups
 from tests.factories.state import execute, in_thread, open_state

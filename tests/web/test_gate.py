@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.gate_planning import NextTest
 from flywheel.records.round import Comparison, GateTest
 from flywheel.records.states import RoundState

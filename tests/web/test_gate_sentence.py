@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import ROLLBACK
 from flywheel.store.kernel.database import Store

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Connection, update
 from starlette.testclient import TestClient
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import RoundState
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move

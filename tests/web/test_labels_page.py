@@ -10,7 +10,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.judge.labels import read_labels
 from tests.web.conftest import Check, Visitor, serving
 

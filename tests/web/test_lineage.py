@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection, insert, select
 from starlette.testclient import TestClient
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import DeploymentState, RoundState, Split
 from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store

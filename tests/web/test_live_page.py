@@ -8,7 +8,7 @@ from pathlib import Path
 from playwright.sync_api import expect
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import GateTest
 from flywheel.records.states import RoundState, TaskState
 from flywheel.store import dead_letters, rounds

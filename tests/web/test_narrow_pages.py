@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from sqlalchemy import Connection
 from starlette.routing import Route
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.web.server import ROUTES
 from tests.factories.misses import put_misses
 from tests.factories.state import write_state

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.errors import EXIT_CONFIG
 from flywheel.web.server import application
 from tests.factories.config import write_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from flywheel.config import load
+from flywheel.config.file import load
 from tests.factories.web import WAIT_SECONDS
 from tests.web.conftest import Visitor, serving
 

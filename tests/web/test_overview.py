@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, func, select
 from starlette.testclient import TestClient
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.status import snapshot
 from flywheel.errors import StoreError
 from flywheel.store.kernel import schema

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.rollout_file import append
 from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
 from tests.factories.rollout import rollout, sample

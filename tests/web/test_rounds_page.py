@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from sqlalchemy import Connection, update
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import ClassShare, RoundSelection
 from flywheel.records.states import RoundState
 from flywheel.store import rounds

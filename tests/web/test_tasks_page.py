@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import Split
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store.kernel.database import Reader

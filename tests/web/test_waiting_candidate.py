@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import pytest
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import RoundState
 from flywheel.store import rounds
 from flywheel.store.kernel.database import Store

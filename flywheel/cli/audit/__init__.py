@@ -24,7 +24,7 @@ from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.cli.audit.deep_audit import DeepAudit
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.store.views.balance import Balance
 
 
@@ -45,7 +45,7 @@ def audit(
     if source and not deep:
         raise typer.BadParameter("it requires --deep", param_hint="--source")
     if source:
-        from flywheel.config import StudioSource
+        from flywheel.config.ingest import StudioSource
 
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     tune_process()

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import CallLogError, SourceError
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.privacy import PrivateNames

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Row
 
     from flywheel.cli.demo.recorded_round import Recording
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.judging.judging_report import TaskResult
     from flywheel.records.verdict import Verdict
     from flywheel.store.views.acceptance import AdapterAcceptance
@@ -86,7 +86,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 def _laid_out(folder: Path, judge: str, recording: Recording) -> Config:
     """Write replies, rubric and configuration. Raises ExportError."""
     from flywheel.cli.demo.recorded_round import REPLIES_FILE
-    from flywheel.config import load
+    from flywheel.config.file import load
     from flywheel.system.files import shipped_folder
 
     try:

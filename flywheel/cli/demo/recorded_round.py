@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 
 from sqlalchemy import Connection, Row, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import ExportError
 from flywheel.records.round import (
     ADAPTER_DIR,

@@ -15,8 +15,9 @@ from sqlalchemy import Connection
 
 from flywheel.cli.doctor import Finding, Result
 from flywheel.cli.tables import forecast_text
-from flywheel.config import AgentProgramSettings, CallsSource, Config, JsonlSource, OtlpSource, StudioSource
-from flywheel.config.ingest import host_and_port
+from flywheel.config.file import Config
+from flywheel.config.ingest import CallsSource, JsonlSource, OtlpSource, StudioSource, host_and_port
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.forecast import forecast
 from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of

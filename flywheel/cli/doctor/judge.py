@@ -13,7 +13,8 @@ from typing import Final
 import httpx2
 
 from flywheel.cli.doctor import Finding, Result
-from flywheel.config import Config, JudgeSettings
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeSettings
 from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
 from flywheel.daemon.rounds.suites import suites_of
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
@@ -29,8 +30,8 @@ from flywheel.judge.client import (
 )
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.limits import KEY_REJECTED
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.system.terminal import quantity
 
 TIMEOUT_SECONDS: Final = 10.0

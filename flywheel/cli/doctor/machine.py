@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 
 from flywheel.cli.doctor import Finding, Result
 from flywheel.cli.doctor.serving import Base, is_local
-from flywheel.config import Config, NotifySettings
+from flywheel.config.file import Config
+from flywheel.config.notices import NotifySettings
 from flywheel.daemon.rounds.trackers import require_trackers
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.system import own_package

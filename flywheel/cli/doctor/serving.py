@@ -10,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from flywheel.cli.doctor import Finding, Result
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client.replica_client import Replica

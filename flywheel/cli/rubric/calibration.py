@@ -16,12 +16,12 @@ from flywheel.system.signals import unless_stopped
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
+    from flywheel.config.file import Config
     from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate
     from flywheel.judge.calibration import Calibration
     from flywheel.judge.grader import Grader
     from flywheel.judge.labels import LabelFile
-    from flywheel.judge.rubric import Rubric
+    from flywheel.judge.rubric.rubric import Rubric
     from flywheel.judge.usage import Budget
     from flywheel.records.verdict import Verdict
     from flywheel.store.kernel.database import Store

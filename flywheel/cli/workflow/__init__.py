@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.cli.workflow.checked_run import Checked
-    from flywheel.config import Config
+    from flywheel.config.file import Config
 
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
@@ -102,7 +102,7 @@ async def _check(
 
 def _with_function(config: Config, function: str) -> Config:
     """The settings with this function, whose path is relative to the working directory."""
-    from flywheel.config import parse
+    from flywheel.config.file import parse
 
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from flywheel.config import Config, JudgeSettings
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.task import trace_parts
 from flywheel.records.verdict import Exchange
 

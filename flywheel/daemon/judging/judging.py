@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, JudgeSettings
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeSettings
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.judging.judge_setup import (
     check_independence,
@@ -31,7 +32,7 @@ from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.client import require_judge
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import CallEstimate, Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage import Budget, BudgetSpentError, CallsInFlight
 from flywheel.records.states import TaskState

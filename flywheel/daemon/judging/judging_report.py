@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from flywheel.config import JudgePrices
+from flywheel.config.judge import JudgePrices
 from flywheel.errors import FlywheelError
 from flywheel.records.verdict import Verdict
 from flywheel.store import verdicts

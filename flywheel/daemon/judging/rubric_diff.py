@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.daemon.judging.judge_setup import exchange_of
 from flywheel.daemon.judging.judging_report import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.filters.pii import Redactor
 from flywheel.judge.grader import CallEstimate, Grader
-from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.store import claims, judge_usage

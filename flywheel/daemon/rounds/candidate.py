@@ -17,8 +17,8 @@ from typing import Any, Final, Self, get_args
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, LoraSettings
-from flywheel.config.training import UNTRAINABLE
+from flywheel.config.file import Config
+from flywheel.config.training import UNTRAINABLE, LoraSettings
 from flywheel.daemon.rounds.file_tasks import rows
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import CANDIDATE_DIR, CANDIDATE_FILE, Candidate

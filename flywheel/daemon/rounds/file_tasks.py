@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.rounds.round_tasks import RECORDED, round_task
 from flywheel.records.reasons import by_reason
 from flywheel.records.round import RoundTask

@@ -9,7 +9,8 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, GateSettings
+from flywheel.config.file import Config
+from flywheel.config.training import GateSettings
 from flywheel.records.round import GateTest
 from flywheel.store import gate_tests
 from flywheel.system.terminal import quantity

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.forecast import none_free
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.rounds.candidate import candidate_in
@@ -32,7 +32,7 @@ from flywheel.daemon.rounds.sample_selection import (
 from flywheel.daemon.rounds.suites import apart_from
 from flywheel.errors import TrainError
 from flywheel.judge.filters.chain import chain_of
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.round import FrozenTarget, RoundSelection, RoundSpec, Suite
 from flywheel.records.selection import Selection
 from flywheel.records.states import RoundState, Split

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from sqlalchemy import Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SELECTION_FILE, SPEC_FILE
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path

@@ -13,7 +13,8 @@ from typing import Any, Final, Literal
 import orjson
 from sqlalchemy import Connection
 
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.rubric.checks.math_equal import right_answer
 from flywheel.records.exclusion import WORDS, Exclusion

@@ -26,7 +26,8 @@ from typing import Any, Final, Self
 from sqlalchemy import Connection, Row
 
 from flywheel import __version__
-from flywheel.config import Config, JudgeBudget, JudgePrices
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
@@ -40,7 +41,7 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import Condition, ServeError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import CANDIDATE_DIR, SPEC_FILE, RoundResult, Suite
 from flywheel.records.states import RoundState

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import Connection, Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import CoresetSettings
 from flywheel.records.coreset import ORDERS, Order, in_order, text_of
 from flywheel.records.round import ClassShare, RoundSelection, RoundTask, SamplePool
@@ -30,7 +30,7 @@ from flywheel.system.terminal import quantity
 
 if TYPE_CHECKING:
     from flywheel.judge.filters.influence import Influence
-    from flywheel.judge.rubric import Rubric
+    from flywheel.judge.rubric.rubric import Rubric
 
 OLDEST: Final = "those of the fewest rounds first, then the oldest"
 POOL_ORDERS: Final[Mapping[str, Order]] = {"loss_topk": "random", "hybrid": "diversity"}

@@ -9,15 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import SuiteSettings
 from flywheel.daemon.judging.judge_setup import check_independence
 from flywheel.daemon.rounds.file_tasks import rows, task_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import require_judge
 from flywheel.judge.filters.chain import chain_of
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.round import RoundTask, Suite
 from flywheel.records.similarity import NEAR, jaccard, numbers, words
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import TrackingSettings
-from flywheel.config.training import TRACKER_PACKAGES
+from flywheel.config.training import TRACKER_PACKAGES, TrackingSettings
 from flywheel.daemon.rounds.worker_process import last_line, missing_in
 from flywheel.errors import ConfigError
 from flywheel.system.files import make_private, private, write_json

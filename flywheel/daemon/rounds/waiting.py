@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.states import RoundState
 from flywheel.store import deployments, rounds
 from flywheel.store.views.round_list import RoundFacts

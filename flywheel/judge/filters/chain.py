@@ -26,8 +26,8 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from flywheel.config import Config
 from flywheel.config.agentjet import filters_in
+from flywheel.config.file import Config
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FilterError, FlywheelError

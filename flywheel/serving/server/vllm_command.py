@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import Config, ServingSettings
-from flywheel.config.serving import own_url
+from flywheel.config.file import Config
+from flywheel.config.serving import ServingSettings, own_url
 from flywheel.errors import ServeError
 from flywheel.serving.adapter_files import CURRENT_FILE, why_unloadable
 from flywheel.serving.alias_target import AliasTarget

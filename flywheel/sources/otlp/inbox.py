@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import aiosqlite
 
-from flywheel.config import CallsSource, OtlpSource
+from flywheel.config.ingest import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
 from flywheel.records.repeated_ids import SAME_START_NS, runs_of
 from flywheel.records.request_id import recorded_in

@@ -21,7 +21,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
 from flywheel.sources.studio.schema import Schema, is_id, schema_of, span_id_of, unnamed

@@ -15,7 +15,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.round import (
     ADAPTER_DIR,

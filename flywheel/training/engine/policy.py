@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import LoraSettings
-from flywheel.config.training import Precision, Quantization
+from flywheel.config.training import LoraSettings, Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import FILES, WEIGHTS_FILE, most_rank, why_unloadable

@@ -25,7 +25,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import RaySettings
 from flywheel.errors import FlywheelError, ProcessLostError, TrainError
 from flywheel.secrets import URL_USERS

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine.endpoint import RolloutEndpoint

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.round import (
     Comparison,
     CriterionComparison,

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.call_format import CallFormat
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.tool_calls import calls_in
 from flywheel.training.data.rollout import Rollout, exchange
 

@@ -21,7 +21,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, Self
 
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config.file import Config
+from flywheel.config.training import AgentProgramSettings
 from flywheel.errors import FlywheelError, ProcessLostError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.signals import POLL_SECONDS, check_stopped

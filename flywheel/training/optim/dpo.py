@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from trl import DPOConfig, DPOTrainer
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import DpoSettings
 from flywheel.training.data.samples import Pair, micro_batches
 from flywheel.training.engine.policy import adapter_dtype_kept

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import DpoSettings, SftSettings
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow

@@ -35,7 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import TrainingRow, micro_batches, token_counts, token_weights
 from flywheel.training.engine.policy import adapter_dtype_kept

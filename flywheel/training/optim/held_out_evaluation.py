@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
-from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric.criterion import Criterion
 from flywheel.records.round import RoundSpec, Suite
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from flywheel.config import AgentProgramSettings, Config, JudgeBudget
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeBudget
+from flywheel.config.training import AgentProgramSettings
 from flywheel.judge.grader import Grader, Plan
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, UsageFile, Used, today
 from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Exchange, Verdict

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import ray
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.process import keep_freed_memory
 from flywheel.system.process_folder import ProcessFolder

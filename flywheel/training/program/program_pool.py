@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config, JudgeSettings, RewardSettings
 from flywheel.config.agentjet import with_defaults
+from flywheel.config.file import Config
+from flywheel.config.judge import JudgeSettings
+from flywheel.config.training import AgentProgramSettings, RewardSettings
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.rubric.checks import check

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.training import Stage
 from flywheel.records.coreset import text_of
 from flywheel.records.reasons import in_one_clause

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, overload
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.program_run import RunResult

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.daemon.judging.judge_setup import check_independence, server_address
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 
 
 def config(judge: dict[str, Any], urls: tuple[str, ...] = ("http://127.0.0.1:8000",)) -> Config:

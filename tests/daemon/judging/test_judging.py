@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import JudgeBudget
+from flywheel.config.judge import JudgeBudget
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
 from flywheel.judge import usage

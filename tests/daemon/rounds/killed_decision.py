@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import rounds as rounds_module

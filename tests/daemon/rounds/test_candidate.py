@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import candidate
 from flywheel.daemon.rounds.candidate import UNKNOWN, misfit, take

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.daemon.status import snapshot

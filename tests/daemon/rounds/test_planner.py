@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.config.training import RolloutSettings
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import retention as removal
 from flywheel.daemon.rounds.retention import STAYS, Removal, Retention

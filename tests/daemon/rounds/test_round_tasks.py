@@ -15,8 +15,8 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.round_tasks import program_line
 from flywheel.errors import TrainError
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check_all
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.round import RoundSpec
 from flywheel.records.states import Label, RoundState, Split, TaskState
 from flywheel.records.task import TaskLine, task_id, task_line

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, NoticeType
+from flywheel.config.file import Config
+from flywheel.config.notices import NoticeType
 from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.rounds.rounds import RoundUsage
 from flywheel.daemon.service import Service

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, update
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
 from flywheel.daemon.rounds import worker_process

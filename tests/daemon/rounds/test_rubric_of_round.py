@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.judge import check_judge
-from flywheel.config import Config, load
+from flywheel.config.file import Config, load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.rounds import Rounds

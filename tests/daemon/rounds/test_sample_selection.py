@@ -12,12 +12,12 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.sample_selection import choose
 from flywheel.daemon.status import snapshot
-from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.coreset import ORDERS
 from flywheel.records.round import RoundResult, RoundSelection, RoundSpec
 from flywheel.records.states import Label, RoundState, Split

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.file_round import spec_of as spec_on_files
 from flywheel.daemon.judging.judge_setup import rubric_of

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, TrackingSettings, parse
+from flywheel.config.file import Config, parse
+from flywheel.config.training import TrackingSettings
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import spec_of, train_on_files
 from flywheel.daemon.rounds import trackers

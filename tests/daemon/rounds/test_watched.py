@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
 from flywheel.config.deploy import DeploySettings, WatchSettings
+from flywheel.config.file import Config
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.waiting import waits_for

@@ -12,7 +12,7 @@ from demo.support_desk.fields import FIELDS, right_fields
 from demo.support_desk.messages import SYSTEM_PROMPT, TEACHER
 from demo.support_desk.models import WRONG_REPLIES, WRONG_VERDICTS, Models
 from flywheel.cli.demo import judge
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.verdict import Exchange, Verdict

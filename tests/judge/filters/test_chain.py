@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.judge.filters.influence import Burst, Influence

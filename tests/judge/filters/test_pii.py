@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import load_chain, redactor_of
 from flywheel.judge.filters.deduplication import particulars, template

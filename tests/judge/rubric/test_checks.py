@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric import CRITERION, KINDS, Rubric, text
+from flywheel.judge.rubric import text
 from flywheel.judge.rubric.checks import (
     MAX_CHARACTERS,
     check,
@@ -23,6 +23,7 @@ from flywheel.judge.rubric.checks import (
     math_equal,
 )
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import CRITERION, KINDS, Rubric
 from flywheel.records.verdict import CriterionResult, Exchange
 from tests.cases import for_each
 

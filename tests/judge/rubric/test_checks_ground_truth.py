@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import CRITERION
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import contradictions, parse_rubric, read_rubric
+from flywheel.judge.rubric.rubric import CRITERION
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult, Exchange, Outcome
 from tests.cases import for_each

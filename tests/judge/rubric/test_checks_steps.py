@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import CRITERION
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import parse_rubric
+from flywheel.judge.rubric.rubric import CRITERION
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult, Exchange
 from tests.judge.rubric.steps import made, tool

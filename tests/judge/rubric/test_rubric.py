@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
-from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import load_rubric, parse_rubric, read_rubric
+from flywheel.judge.rubric.rubric import CRITERION, Rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system import files
 

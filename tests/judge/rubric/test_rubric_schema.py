@@ -11,8 +11,8 @@ import yaml
 from jsonschema_rs import Draft202012Validator, meta
 
 from flywheel.judge.file_schemas import rubric_schema
-from flywheel.judge.rubric import KINDS, Rubric
 from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.rubric.rubric import KINDS, Rubric
 from flywheel.system import files
 
 FOLDER = files.shipped_folder() / "rubrics"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check_all, fails_required
 from flywheel.judge.rubric.checks.tool_calls import called_tools
 from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from tests.cases import for_each

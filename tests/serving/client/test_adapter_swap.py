@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import ServingSettings
+from flywheel.config.serving import ServingSettings
 from flywheel.errors import ServeError, StoreError
 from flywheel.records.round import Probe
 from flywheel.records.states import DeploymentState

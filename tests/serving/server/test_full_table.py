@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from demo.ports import held_port
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import ServeError
 from flywheel.serving.client.adapter_swap import make_room
 from flywheel.serving.client.replica_client import Replica

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.left_processes import left_processes
 from tests.conftest import serve_config

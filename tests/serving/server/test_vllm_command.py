@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from demo.ports import held_port
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.config.privacy import ExcludeSettings, PrivacySettings
 from flywheel.errors import ConfigError, ServeError
 from flywheel.serving.server import vllm_command

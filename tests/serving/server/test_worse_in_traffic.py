@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import load
+from flywheel.config.file import load
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.round import AdapterRef, RoundResult
 from flywheel.records.states import RoundState, WatchState

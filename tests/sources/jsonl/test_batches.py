@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.cli.audit.deep_audit import compare_sources
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor
 from flywheel.sources.ingestion import Ingestion, SourceReport

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.records.skipping import MIN_REPLIES
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.erasures import Kind

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.errors import ConfigError
 from flywheel.sources.otlp.receiver import Receiver
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span

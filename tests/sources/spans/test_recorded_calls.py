@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import new_request_id, recorded_in, request_id_in

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from flywheel.config import load
+from flywheel.config.file import load
 from tests.sources.studio import server
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 

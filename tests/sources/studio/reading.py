@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, RawTrace, task_line

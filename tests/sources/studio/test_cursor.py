@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Cursor, Reply
 from flywheel.sources.studio import database, extraction

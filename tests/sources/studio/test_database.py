@@ -267,7 +267,7 @@ def test_permission_denied(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     code = (
         "import os, sys; from pathlib import Path; from datetime import UTC, datetime\n"
-        "from flywheel.config import IngestSettings; from flywheel.records.trace import Cursor\n"
+        "from flywheel.config.ingest import IngestSettings; from flywheel.records.trace import Cursor\n"
         "from flywheel.sources.studio.reader import StudioReader\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "reader = StudioReader(Path(sys.argv[1]), IngestSettings())\n"

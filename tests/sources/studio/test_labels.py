@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply, SpanStatus
 from flywheel.sources.studio.reader import StudioReader

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flywheel.config import parse
+from flywheel.config.file import parse
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor, Reply, ReplySelection

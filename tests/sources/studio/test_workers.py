@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from flywheel.config import IngestSettings
+from flywheel.config.ingest import IngestSettings
 from flywheel.errors import StudioError
 from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.serving.calls.call_log import CallLog

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.rollout import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import LockedError, TrainError
 from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
 from flywheel.system.files import tree_sha256

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.config.training import Stage
 from flywheel.errors import ConfigError
 from flywheel.records.round import RoundTask

@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_rounds
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.step_times import figures_of, times_of
 
 STEPS: list[dict[str, Any]] = [

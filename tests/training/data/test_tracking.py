@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.records.round import METRICS_FILE, SPEC_FILE
 from flywheel.training.data.tracking import DECISION_FILE, TRACKERS, figures_of

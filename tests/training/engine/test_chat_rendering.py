@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec, RoundTask
 from flywheel.training.data.rollout import Completion, RolloutRequest

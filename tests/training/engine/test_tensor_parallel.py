@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.config.trinity import from_tuner
 from flywheel.errors import TrainError
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, LoraSettings
-from flywheel.config.training import Quantization
+from flywheel.config.file import Config
+from flywheel.config.training import LoraSettings, Quantization
 from flywheel.errors import TrainError
 from flywheel.training.optim.round_steps import WIDEST_GAP, refuse_wide_gap
 from tests.factories.round import POLICY, round_spec

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.secrets import URL_USERS
 from flywheel.training.engine import ray_cluster

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, SuiteComparison
 from flywheel.training.gate.gate import decide
 from tests.factories.gate import comparison

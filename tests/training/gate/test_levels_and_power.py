@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.round import SpentTest
 from flywheel.training.gate.gate import alpha_of, expected_spread, following_test, power, power_on_suite
 

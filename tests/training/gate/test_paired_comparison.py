@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from benchmarks.gate import Traffic, promotes_one
-from flywheel.config import GateSettings
+from flywheel.config.training import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison
 from flywheel.training.gate.gate import alpha_of, decide, expected_spread, power_on_suite
 from flywheel.training.gate.paired_comparison import Paired, at_worst, compare, compare_criterion, compare_suite

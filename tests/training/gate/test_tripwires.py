@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import GateSettings
-from flywheel.judge.rubric import Rubric
+from flywheel.config.training import GateSettings
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult

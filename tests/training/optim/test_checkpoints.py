@@ -31,7 +31,7 @@ def trained(
     """The weights, and the steps that were asked for their rows, of which each has others."""
     from transformers import AutoTokenizer
 
-    from flywheel.config import LoraSettings
+    from flywheel.config.training import LoraSettings
     from flywheel.training.engine.policy import load_policy
     from flywheel.training.optim.grpo import EndAtCheckpoint, RoundTrainer, StepLog, grpo_config, step_dataset
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest, reply
 from flywheel.training.optim.collapse import CollapseWatch, StepFigures

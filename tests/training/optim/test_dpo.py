@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import Pair, Sample

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import LoraSettings
+from flywheel.config.training import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import Sample, TrainingRow
 from tests.factories.policy_training import (

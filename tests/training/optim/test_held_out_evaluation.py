@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.round import Comparison, GateTest, RoundSpec, Suite

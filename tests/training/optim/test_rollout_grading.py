@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import METRICS_FILE
 from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.training.data.round_progress import read_steps

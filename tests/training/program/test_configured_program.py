@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import program_of

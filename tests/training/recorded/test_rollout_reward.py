@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
+from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, parse_sections
-from flywheel.judge.rubric import CRITERION, Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.python_check import task_line
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.judge.rubric.rubric import CRITERION, Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from flywheel.training.data.rollout import Completion, exchange

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.training.data.rollout import Completion, RolloutRequest

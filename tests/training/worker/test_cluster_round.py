@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from flywheel.cli.demo import judge
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.files import tree_sha256
 from flywheel.system.process_folder import PREFIX
@@ -119,7 +119,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 def parent(directory: Path) -> AdapterRef:
     """An adapter with an effect, where only the worker can read it."""
-    from flywheel.config import LoraSettings
+    from flywheel.config.training import LoraSettings
     from flywheel.training.engine.policy import load_policy, save_adapter
     from tests.factories.round import POLICY
 

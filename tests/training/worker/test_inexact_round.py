@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import GateTest, RoundSpec
 from flywheel.training.data.prompts import Asked

@@ -20,8 +20,8 @@ import pytest
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import questions
-from flywheel.config import Config, GateSettings
-from flywheel.config.training import Stage
+from flywheel.config.file import Config
+from flywheel.config.training import GateSettings, Stage
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import AdapterRef, DecisionReason, RoundSpec, SamplePool, Suite
 from flywheel.records.selection import Candidate, SelectionRules

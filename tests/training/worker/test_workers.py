@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from flywheel.cli.demo import judge
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.judge.usage import UsageFile
 from flywheel.records.round import RoundSpec
 from tests.factories.worker import (

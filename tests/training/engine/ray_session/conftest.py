@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.training.data.rollout import LoadedAdapter
 from tests.factories.round import POLICY
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import FlywheelError, JudgeError, ProcessLostError, TrainError
 from flywheel.records.verdict import CriterionResult, Exchange, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts

@@ -13,7 +13,7 @@ import ray
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import questions
-from flywheel.config import LoraSettings
+from flywheel.config.training import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest

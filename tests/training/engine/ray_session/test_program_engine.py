@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import RoundResult, RoundTask
 from flywheel.records.verdict import Exchange, Verdict

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import questions
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data.prompts import Prompt, schedule

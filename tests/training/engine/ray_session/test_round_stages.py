@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.records.round import RoundTask, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.verdict import Exchange, Verdict

@@ -20,7 +20,7 @@ import pytest
 import ray
 
 from demo import small_model
-from flywheel.config import Config
+from flywheel.config.file import Config
 from flywheel.errors import ServeError
 from flywheel.records.round import METRICS_FILE, AdapterRef, Probe
 from flywheel.records.states import DeploymentState
