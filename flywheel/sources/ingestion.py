@@ -636,10 +636,12 @@ class Ingestion:
                 for source in await self._reopened():
                     if source in reports:
                         reports[source] = await self._again(source, reports[source], final=final, stop=stop)
-            if self.calls is not None and self.calls.call_log_copy.path.exists():
-                pending = await asyncio.to_thread(self.calls.pending)
-                if pending:
-                    await self.calls.finish_erasing()
+            if error is None and self.calls is not None and self.calls.call_log_copy.path.exists():
+                try:
+                    if await asyncio.to_thread(self.calls.pending):
+                        await self.calls.finish_erasing()
+                except CallLogError as failure:
+                    error = SourceReport(self.calls.call_log_copy.path, error=failure)
             return [*reports.values(), error] if error is not None else list(reports.values())
 
         reading = asyncio.create_task(read_all())

@@ -26,8 +26,8 @@ def put_watch(conn: Connection, directory: Path) -> None:
     """r0002 is watched beside r0001: 6 of 8 good against 9 of 10, others missing, waiting or not tested."""
     for number in (1, 2):
         put_tested_round(conn, number, RoundState.PROMOTED, directory, comparison())
-    split = {"other": "r0001", "share": 0.5, "salt": "s"}
-    put_deployment(conn, "r0002", "r0002: better", previous="r0001", split=split)
+    ab_test = {"other": "r0001", "share": 0.5, "salt": "s"}
+    put_deployment(conn, "r0002", "r0002: better", previous="r0001", ab_test=ab_test)
     watch = watches.follow(conn, "agent")
     assert watch is not None
     arms = ["old"] * 11 + ["new"] * 10 + [""]

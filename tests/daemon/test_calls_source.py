@@ -171,12 +171,7 @@ async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_pa
     opening = [SYSTEM, user("What is 1 + 1?")]
     first = recorded(chat(opening), completion(assistant("It is 2.")))
     begun = [*opening, assistant("It is 2."), user("And my secret?")]
-    asks = recorded(chat(begun), completion(assistant(None, tool_call("look"))), began=100)
     more = [*begun, assistant(None, tool_call("look")), tool("secret")]
-    says = recorded(chat(more), completion(assistant("A secret.")), began=110)
-    later = recorded(
-        chat([*more, assistant("A secret."), user("Thanks")]), completion(assistant("Bye.")), began=10**7
-    )
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         server.log.append([first])
@@ -189,15 +184,21 @@ async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_pa
             await ingestion.close()
             told = await store.read(erasures.everything_erased)
         assert [each["kind"] for each in told] == ["conversation", "call"], "a backup learns of the call"
-        for is_removed in (False, True):
+        for erased, is_removed in ((3, False), (5, True)):
             if is_removed:
                 for each in (config.state_dir / "calls").glob("calls.db*"):
                     each.unlink()
-            server.log.append([asks, says, later])
+            later = chat([*more, assistant("A secret."), user("Thanks")])
+            calls = [
+                recorded(chat(begun), completion(assistant(None, tool_call("look"))), began=100),
+                recorded(chat(more), completion(assistant("A secret.")), began=110),
+                recorded(later, completion(assistant("Bye.")), began=10**7),
+            ]
+            server.log.append(calls)
             (report,) = await ingest(config)
-            assert (report.error, report.counts.erased, report.counts.replies) == (None, 3, 3)
+            assert (report.error, report.counts.erased, report.counts.replies) == (None, erased, erased)
             with CallLog(call_log_copy_path(config.state_dir)) as copy:
-                ids = {call.request_id for call in (asks, says, later)}
+                ids = {call.request_id for call in calls}
                 assert copy.erased(ids) == ids
                 assert copy.purge()
             found = [path for path in config.state_dir.rglob("*") if path.is_file()]

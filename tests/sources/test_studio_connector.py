@@ -33,14 +33,15 @@ from flywheel.sources.studio_connector import STEPS_AHEAD, StudioConnector
 from flywheel.store import checkpoints, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies
-from tests.sources.studio.test_changes import RENUMBER, execute
-from tests.sources.studio.test_labels import expected_skip
 from tests.sources.studio.writer import (
     DATA,
+    RENUMBER,
     Studio,
     agent,
     chat,
     empty_like,
+    execute,
+    expected_skip,
     insert,
     labels,
     message,

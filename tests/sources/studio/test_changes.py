@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,7 @@ import pytest
 from flywheel.sources.studio import database
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import MUCH_LATER, NOW, QUICK, Ledger
-from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part
-
-RENUMBER = (
-    "CREATE TABLE kept AS SELECT * FROM span_table",
-    "DELETE FROM span_table",
-    "INSERT INTO span_table SELECT * FROM kept",
-    "DROP TABLE kept",
-    "VACUUM",
-)
-"""What VACUUM may do, by SQLite's documentation, and its present versions mostly do not."""
-
-
-def execute(path: Path, *statements: str) -> None:
-    database = sqlite3.connect(path, isolation_level=None)
-    for statement in statements:
-        database.execute(statement)
-    database.close()
+from tests.sources.studio.writer import DATA, RENUMBER, Studio, agent, chat, execute, message, part
 
 
 @pytest.fixture

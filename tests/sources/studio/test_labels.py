@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from flywheel.config.ingest import IngestSettings
-from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply, SpanStatus
 from flywheel.sources.studio.reader import StudioReader
 from tests.cases import for_each
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
-from tests.sources.studio.writer import DATA, GENERATION, NAMES, labels
+from tests.sources.studio.writer import DATA, GENERATION, NAMES, expected_skip, labels
 
 CASES = [
     pytest.param(name, label, id=f"{name}-{label['n']}-{label['kind']}") for name in NAMES for label in labels(name)
@@ -31,18 +30,6 @@ def replies(name: str) -> dict[str, Reply]:
 
 def reply_of(name: str, label: dict[str, Any]) -> Reply:
     return replies(name)[label["span_id"] or label["unfinished_span_id"]]
-
-
-def expected_skip(label: dict[str, Any]) -> SkipReason | None:
-    if not label["span_in_db"]:
-        return SkipReason.UNFINISHED
-    if label["role"] == "nested":
-        return SkipReason.NESTED
-    if label["role"] == "pipeline_stage":
-        return SkipReason.PIPELINE_STAGE
-    if label["kind"] == "interrupted":
-        return SkipReason.INTERRUPTED
-    return SkipReason.ERROR if label["status"] == "ERROR" else None
 
 
 def called(reply: Reply) -> list[str]:

@@ -24,7 +24,7 @@ from flywheel.sources.studio.extraction import TraceExtractor
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import SCHEMAS
 from flywheel.sources.studio.trace_completion import CompleteTrace
-from flywheel.sources.studio.workers import ExtractionRequest, Workers
+from flywheel.sources.studio.workers import WORKERS, ExtractionRequest, Workers
 from tests.factories.model_call import HIDING, MARK, SENT, marked
 from tests.sources.calls.recorded import recorded
 from tests.sources.studio.reading import NOW, Ledger
@@ -110,9 +110,12 @@ async def test_leaving_does_not_wait_for_a_process_that_hangs() -> None:
     request, is_left, workers = request_of(DATA / "old.sqlite"), threading.Event(), Workers()
     async with workers.in_use():
         used = InUse(workers)
-        workers.extract(request, is_left).result(60)
-        (process,) = used.processes()
-        os.kill(process.pid, signal.SIGSTOP)
+        # What the first one is asked while the other works is asked of another one.
+        while len(used.processes()) < WORKERS:
+            for each in [workers.extract(request, is_left) for _ in range(2 * WORKERS)]:
+                each.result(60)
+        for process in used.processes():
+            process.suspend()
         answers = [workers.extract(request, is_left) for _ in range(3)]
         time.sleep(0.3)
         is_left.set()

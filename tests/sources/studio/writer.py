@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flywheel.records.states import SkipReason
+
 DATA = Path(__file__).parent.parent.parent / "data" / "studio"
 NAMES = ("old", "new_v1", "new_v2", "new_oldclient", "migrated")
 GENERATION = {"old": "generation 1"} | dict.fromkeys(NAMES[1:], "generation 2")
@@ -180,3 +182,32 @@ def chat(
 def tool(span_id: str, call_id: str, name: str, result: Any, x: int = 1, **more: Any) -> dict[str, Any]:
     call = {"id": call_id, "arguments": {"x": x}, "result": result}
     return span(span_id, "execute_tool", {"gen_ai": {"tool": {"name": name, "call": call}}}, **more)
+
+
+def expected_skip(label: dict[str, Any]) -> SkipReason | None:
+    if not label["span_in_db"]:
+        return SkipReason.UNFINISHED
+    if label["role"] == "nested":
+        return SkipReason.NESTED
+    if label["role"] == "pipeline_stage":
+        return SkipReason.PIPELINE_STAGE
+    if label["kind"] == "interrupted":
+        return SkipReason.INTERRUPTED
+    return SkipReason.ERROR if label["status"] == "ERROR" else None
+
+
+RENUMBER = (
+    "CREATE TABLE kept AS SELECT * FROM span_table",
+    "DELETE FROM span_table",
+    "INSERT INTO span_table SELECT * FROM kept",
+    "DROP TABLE kept",
+    "VACUUM",
+)
+"""What VACUUM may do, by SQLite's documentation, and its present versions mostly do not."""
+
+
+def execute(path: Path, *statements: str) -> None:
+    database = sqlite3.connect(path, isolation_level=None)
+    for statement in statements:
+        database.execute(statement)
+    database.close()
