@@ -97,7 +97,6 @@ def fill(conn: Connection, first: int, count: int, rubric_hash: str, judge_hash:
             "split": Split.TRAIN.value if number % 3 else Split.HELD_OUT.value,
             "state": TaskState.ACCEPTED.value if rubric_hash else TaskState.PENDING.value,
             "payload": line(number),
-            "exported": True,
             "created_at": now,
         }
         for number in range(first, first + count)
