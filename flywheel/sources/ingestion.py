@@ -343,7 +343,8 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
-        self._has_unsplit = self._has_unsplit or bool(recorded.new_tasks)
+        # Also without a new task: one that is stored again gets its split again.
+        self._has_unsplit = self._has_unsplit or bool(batch.entries)
         if self._calls is not None:
             self._calls.reopened |= recorded.reopened
             if recorded.erased_calls:
