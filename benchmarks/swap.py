@@ -127,6 +127,7 @@ def _configuration(folder: Path, ports: list[int]) -> Path:
             "drain_seconds": 1,
             "extra_args": ["--dtype", "float32", "--max-num-seqs", "64"],
         },
+        "judge": {"base_url": "http://127.0.0.1:9/v1", "model": "none"},  # without one, no daemon starts
         "daemon": {"metrics": None},
     }
     file = folder / "flywheel.yaml"
