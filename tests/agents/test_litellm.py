@@ -73,8 +73,8 @@ def test_the_proxy_passes_the_conversation_on(tmp_path: Path, free_port: int, fo
     middleware = with_middleware(app, FLYWHEEL_ALIAS="my-agent", call_log=log_settings(path))
     headers = ({"x-flywheel-conversation": "thread 7"}, {"x-litellm-session-id": "session 7"}, {})
     with running(middleware) as server, proxy(config, server, free_port) as url:
-        split = {"target": BASE, "share": 0.5, "salt": "salt"}
-        change = {"alias": "my-agent", "target": "my-agent@r0001", "split": split}
+        ab_test = {"target": BASE, "share": 0.5, "salt": "salt"}
+        change = {"alias": "my-agent", "target": "my-agent@r0001", "ab_test": ab_test}
         assert httpx2.put(f"{server}/flywheel/alias", json=change).status_code == 200
         for given in headers:
             body = {"model": "my-agent", "messages": [{"role": "user", "content": "Who?"}]}
