@@ -26,7 +26,7 @@ from flywheel.records.coreset import ORDERS
 from flywheel.records.states import TaskState
 from flywheel.records.task import Batch, entry_of
 from flywheel.records.trace import Reply
-from flywheel.store import ledger, rounds, splits
+from flywheel.store import ledger, rounds
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 
@@ -65,7 +65,6 @@ async def fill(store: Store, asked: list[str]) -> None:
         await store.write(lambda conn, batch=batch: ledger.record_batch(
             conn, source, batch, train_ratio=1.0, split_seed=42
         ))  # fmt: skip
-        await store.write(splits.assign)
     await store.write(lambda conn: conn.execute(update(tasks).values(state=TaskState.ACCEPTED.value)))
 
 

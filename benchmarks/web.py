@@ -31,7 +31,7 @@ from flywheel.records.exclusion import ANY_MODEL
 from flywheel.records.states import TaskState
 from flywheel.records.task import Batch, entry_of
 from flywheel.records.trace import Cursor, Reply
-from flywheel.store import ledger, splits
+from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.verdicts import point
@@ -70,7 +70,6 @@ def put(conn: Connection, first: int, count: int, rng: random.Random) -> None:
     batch = Batch(cursor=Cursor(rowid=first + count, identity="1:2", fingerprint="f"), entries=entries)
     source = ledger.source_id(conn, "/traces.sqlite")
     ledger.record_batch(conn, source, batch, train_ratio=0.7, split_seed=42)
-    splits.assign(conn)
     pending = select(tasks.c.id).where(tasks.c.state == TaskState.PENDING.value)
     rows = []
     for number in conn.execute(pending).scalars().all():

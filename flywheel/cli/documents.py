@@ -38,7 +38,7 @@ from flywheel.records.task import ID_OF_LINE, Batch, TaskLine, line_bytes, stora
 from flywheel.records.verdict import Verdict
 from flywheel.sources.documents import SUFFIXES, Passage, passages_of
 from flywheel.sources.jsonl.record import entry_of_line
-from flywheel.store import claims, judge_usage, ledger, splits
+from flywheel.store import claims, judge_usage, ledger
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import task_list
 from flywheel.system.signals import unless_stopped
@@ -148,7 +148,6 @@ class _Entering:
         ledger.note_source(conn, number, condition="ok", read_at=utcnow())
         batch, ratio = Batch(None, (entry,)), split.train_ratio
         ledger.record_batch(conn, number, batch, train_ratio=ratio, split_seed=split.split_seed)
-        splits.assign(conn)
         claims.hold(conn, [asked.key], why)
 
 

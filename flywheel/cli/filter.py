@@ -252,7 +252,7 @@ async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
     """A state in memory with a task for each row of a file. Raises ConfigError."""
     from flywheel.records.task import Batch
     from flywheel.sources.jsonl.record import entries_of, rows_of_file
-    from flywheel.store import ledger, splits
+    from flywheel.store import ledger
     from flywheel.store.kernel.database import Store
 
     attempted = f"read tasks to judge from {file}"
@@ -264,7 +264,6 @@ async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
         source = await store.write(ledger.source_id, str(file), "jsonl")
         batch = Batch(None, tuple(entries))
         await store.write(ledger.record_batch, source, batch, train_ratio=1.0, split_seed=0)
-        await store.write(splits.assign)
         yield store
     finally:
         await store.close()

@@ -19,7 +19,7 @@ from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.task import Batch, Entry
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.sources.jsonl.record import entries_of, rows_of
-from flywheel.store import ledger, splits, verdicts
+from flywheel.store import ledger, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.system.signals import run_coroutine
 
@@ -110,7 +110,6 @@ async def _store(directory: str | Path | None) -> AsyncIterator[Store]:
 async def _record(store: Store, entries: tuple[Entry, ...]) -> None:
     source = await store.write(ledger.source_id, "replies", "jsonl")
     await store.write(ledger.record_batch, source, Batch(None, entries), train_ratio=1.0, split_seed=0)
-    await store.write(splits.assign)
 
 
 def _rows(replies: Iterable[Mapping[str, Any]] | Table) -> Iterable[Any]:

@@ -12,7 +12,6 @@ from flywheel.errors import StoreError
 from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store.kernel.database import STATE_FILE, is_missing, read_once
 from flywheel.store.kernel.schema import adapters, judge_models, rounds, tasks, verdicts
-from flywheel.store.splits import has_split
 from flywheel.store.verdicts import CHAIN, PERSON
 from flywheel.system.signals import run_coroutine
 from flywheel.training.data.rollout_file import prompts_of, read_rollouts
@@ -98,7 +97,7 @@ def open_state(path: str | Path) -> State:
 def _tasks_after(conn: Connection, after: int) -> list[Row]:
     names = ("conversation_id", "agent", "adapter", "model", "target", "started_at", "split", "state", "payload")
     columns = [tasks.c.id.label("number"), tasks.c.key.label("task_id"), *(tasks.c[name] for name in names)]
-    query = select(*columns).where(tasks.c.id > after, has_split()).order_by(tasks.c.id).limit(PAGE)
+    query = select(*columns).where(tasks.c.id > after).order_by(tasks.c.id).limit(PAGE)
     return [{**row} for row in conn.execute(query).mappings()]
 
 

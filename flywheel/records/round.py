@@ -476,7 +476,7 @@ class RoundResult(Frozen):
     stages: list[StageResult] = []
     steps: int = 0
     sampling: Sampling | None = None
-    """None if there were no rollouts, and for older rounds."""
+    """None if there were no rollouts."""
     reward_first: float | None = None
     reward_last: float | None = None
     seconds: dict[str, float] = {}

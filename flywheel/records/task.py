@@ -330,10 +330,6 @@ def joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
-_NO_REFUSAL: Final = b'"refusal":false,'
-"""Not hashed: lines of earlier versions, whose hashes are stored, do not have it."""
-
-
 def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
     """The entry of a reply from `source`; `models` says whose replies are trained on."""
     line = task_line(reply, source)
@@ -361,7 +357,7 @@ def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> En
         started_at=line["metadata"]["started_at"],
         key=line["task_id"],
         line=b"" if skip else whole,
-        content=xxhash.xxh3_64_intdigest(whole.replace(_NO_REFUSAL, b"", 1) + str(skip).encode()) >> 1,
+        content=xxhash.xxh3_64_intdigest(whole, xxhash.xxh32_intdigest(str(skip).encode())) >> 1,
         beginning=0 if skip else beginning_of(line),
         words=words,
         numbers=numbers,

@@ -44,7 +44,7 @@ from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import own_file
 from flywheel.sources.studio.workers import Workers
 from flywheel.sources.studio_connector import StudioConnector
-from flywheel.store import erasures, ledger, splits
+from flywheel.store import erasures, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
@@ -135,8 +135,6 @@ class SourceIngestion:
         """Whether a pass has ended, well or not."""
         self.is_reopened = False
         """Whether traces were opened again in the ledger, which the next pass has to look for."""
-        self._has_unsplit = True
-        """Whether tasks may have no split: at first, a process that died may have left some."""
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
         self._scanned_at: float | None = None
@@ -165,7 +163,6 @@ class SourceIngestion:
                 self.connector.forget()
                 self.is_reopened = False
             try:
-                await self._assign_splits()
                 self._source = self._source or await self._store.write(
                     ledger.source_id, str(self.path), self.connector.type
                 )
@@ -343,8 +340,6 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
-        # Also without a new task: one that is stored again gets its split again.
-        self._has_unsplit = self._has_unsplit or bool(batch.entries)
         if self._calls is not None:
             self._calls.reopened |= recorded.reopened
             if recorded.erased_calls:
@@ -356,12 +351,6 @@ class SourceIngestion:
         if self._repeated is not None:
             self._repeated += recorded.repeated
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
-        await self._assign_splits()
-
-    async def _assign_splits(self) -> None:
-        if self._has_unsplit:
-            await self._store.write(splits.assign)
-            self._has_unsplit = False
 
     async def _warn_of_skipped(self, counts: SourceCounts) -> str:
         """The warning that all replies are skipped for one reason, with what most of them lack; else empty."""

@@ -15,7 +15,6 @@ from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.kernel.transitions import JUDGED_AGAIN, move, move_all, record, utcnow
-from flywheel.store.splits import has_split
 from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks, point
 from flywheel.store.verdicts import store as store_verdict
 from flywheel.system.terminal import quantity
@@ -65,7 +64,7 @@ ALL: Final = Judged()
 
 def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:
     waiting = and_(state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
-    return or_(and_(state == TaskState.PENDING.value, has_split()), waiting)
+    return or_(state == TaskState.PENDING.value, waiting)
 
 
 def count_due(conn: Connection, which: Judged = ALL) -> int:
@@ -97,7 +96,7 @@ def claim(
     else:
         # Each part is in the order of an index: nothing is sorted, however many tasks are pending or judged.
         parts = [
-            *(and_(_in((TaskState.PENDING,)), tasks.c.split == split.value, has_split()) for split in Split),
+            *(and_(_in((TaskState.PENDING,)), tasks.c.split == split.value) for split in Split),
             and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow()),
         ]
         due = []
@@ -264,7 +263,7 @@ def bound_waits(conn: Connection, retry_seconds: float) -> None:
 
 def next_due(conn: Connection) -> str | None:
     """When a task is due, as `utcnow`; empty if one is pending, None if none is left to judge."""
-    if conn.execute(select(tasks.c.id).where(_in((TaskState.PENDING,)), has_split()).limit(1)).first() is not None:
+    if conn.execute(select(tasks.c.id).where(_in((TaskState.PENDING,))).limit(1)).first() is not None:
         return ""
     first: str | None = conn.execute(select(func.min(tasks.c.retry_at)).where(_in((TaskState.UNDECIDED,)))).scalar()
     return first

@@ -47,6 +47,7 @@ from flywheel.store.kernel.bulk import Lookup, first_free, insert_many, rows_in
 from flywheel.store.kernel.schema import replies, reply_calls, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
 from flywheel.store.reply_names import named, run_of
+from flywheel.store.splits import Splits
 from flywheel.store.task_records import TaskRecords, enriched, make_due
 from flywheel.store.verdicts import PERSON
 from flywheel.system.files import tidied
@@ -272,7 +273,7 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 
 
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
-    """Store one batch in the caller's transaction. `splits.assign` gives the new tasks their splits, in another."""
+    """Store one batch in the caller's transaction."""
     batch, gone, erased = without_erased(conn, source, named(conn, source, batch))
     done = Recorded(
         erased=len(erased),
@@ -289,7 +290,9 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     entries = {entry.span_id: entry for entry in found}
     dead = {row.span_id: row for row in batch.dead if row.span_id not in entries}
     known = {row.span_id: row for row in _KNOWN.rows(conn, [*entries, *dead], source)}
-    records = TaskRecords(conn, train_ratio, split_seed)
+    with_task = [entry for entry in entries.values() if entry.line]
+    splits = Splits(conn, with_task, train_ratio=train_ratio, seed=split_seed)
+    records = TaskRecords(conn, splits)
     for span, before in known.items():
         if span in entries:
             done.re_extracted += reingest(conn, before, entries[span], records, done)
@@ -304,6 +307,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
         done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
     if has_calls:
         _store_calls(conn, source, numbers)
+    splits.store()
     done.new_tasks = records.new
     for span, row in dead.items():
         if span not in known:

@@ -1,8 +1,7 @@
-"""The split of each conversation, training or held out: decided once its first task is stored, and never again.
+"""The split of each conversation, training or held out: decided when its first task is stored, and never again.
 
-Tasks are stored in one transaction, and `assign` gives them their splits in the next one, in the order of their
-numbers. A task without a split is in no list, round or export (`has_split`). If the process dies between the two, the
-next `assign` finds what was left.
+`Splits` decides for the new tasks of one transaction, in their order, before they are written: no task is ever stored
+without its split.
 
 A hash of the conversation decides, unless it begins as an earlier one does: then it follows that one, so that no
 held-out question is trained on. All that begin exactly alike (system prompt, tools and first question) follow the
@@ -15,26 +14,22 @@ where exact repetitions are in both splits therefore, the held-out ones leave th
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import orjson
 from msgspec import Struct
 from sqlalchemy import (
-    Column,
     ColumnElement,
     Connection,
-    Text,
     bindparam,
     case,
     delete,
     exists,
     func,
     insert,
-    literal_column,
     select,
     update,
 )
@@ -49,9 +44,9 @@ from flywheel.records.similarity import (
     prompt_signatures,
 )
 from flywheel.records.states import ABSENT, Split, TaskState
-from flywheel.records.task import NO_CONVERSATION, Entry
+from flywheel.records.task import NO_CONVERSATION, Entry, split_of
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, rows_in, sql_text
-from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks, unsplit
+from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
 from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50
@@ -74,59 +69,10 @@ _FOLLOWERS: Final = sql_text(
 )
 
 
-def has_split(task: Column[int] = tasks.c.id) -> ColumnElement[bool]:
-    """The tasks before the first one without a split, by a column with their numbers."""
-    first = func.coalesce(func.min(unsplit.c.task_id), literal_column(str(sys.maxsize)))
-    return task < select(first).scalar_subquery()
-
-
 def conversation() -> ColumnElement[str]:
     """The key of a task's conversation, see `flywheel.records.task.conversation_key`."""
     trace = func.json_extract(tasks.c.payload, "$.metadata.trace_id")
     return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
-
-
-def enter(conn: Connection, entries: Mapping[int, Entry], *, keep: bool = False) -> None:
-    """Note that the tasks with these numbers have no split yet; `keep` if they keep the one that they have."""
-    rows: list[tuple[object, ...]] = [
-        (task, each.split_key, each.beginning, each.words, each.numbers, keep) for task, each in entries.items()
-    ]
-    insert_many(conn, unsplit, ("task_id", "key", "beginning", "words", "numbers", "keeps"), rows, replace=True)
-
-
-def assign(conn: Connection) -> None:
-    """Give every task that has none its split, in the order of their numbers."""
-    query = select(unsplit, tasks.c.split).join(tasks).order_by(unsplit.c.task_id)
-    turns = [_Turn._make((*row[:6], Split(row.split))) for row in conn.execute(query)]
-    if not turns:
-        return
-    splits = _Splits(conn, turns)
-    # The lines of training tasks are right already: they are written once.
-    changed = [
-        {"task": turn.task, "to": split.value, "begins": turn.beginning or None if split is Split.HELD_OUT else None}
-        for turn, split in [(turn, splits.of(turn)) for turn in turns]
-        if split is Split.HELD_OUT or split is not turn.split
-    ]
-    if changed:
-        to = bindparam("to", type_=Text)
-        line = func.json_set(tasks.c.payload, "$.metadata.split", to)
-        values = {"split": to, "beginning": bindparam("begins"), "payload": line}
-        conn.execute(update(tasks).where(tasks.c.id == bindparam("task")).values(**values), changed)
-    splits.store()
-    conn.execute(delete(unsplit))
-
-
-class _Turn(NamedTuple):
-    """A task and how its conversation (`key`) begins, as in `unsplit`. `split` is that of the hash, or the one that
-    it keeps."""
-
-    task: int
-    key: str
-    beginning: int
-    words: bytes
-    numbers: int
-    keeps: bool
-    split: Split
 
 
 class _Conversation(Struct, frozen=True):
@@ -137,17 +83,19 @@ class _Conversation(Struct, frozen=True):
     words: frozenset[int]
 
 
-class _Splits:
-    """The splits of the conversations of some tasks."""
+class Splits:
+    """The splits of the conversations of some entries, all of one transaction."""
 
-    def __init__(self, conn: Connection, turns: Sequence[_Turn]) -> None:
+    def __init__(self, conn: Connection, entries: Sequence[Entry], *, train_ratio: float, seed: int) -> None:
         self._conn = conn
-        known = _SPLITS.rows(conn, list(dict.fromkeys(turn.key for turn in turns)))
+        self._train_ratio = train_ratio
+        self._seed = seed
+        known = _SPLITS.rows(conn, list(dict.fromkeys(entry.split_key for entry in entries)))
         self._splits = {row.key: Split(row.split) for row in known}
-        deciding = {turn.key: turn for turn in reversed(turns) if turn.key not in self._splits}
-        openings = [(array("I", turn.words), turn.numbers) for turn in deciding.values()]
+        deciding = {entry.split_key: entry for entry in reversed(entries) if entry.split_key not in self._splits}
+        openings = [(array("I", entry.words), entry.numbers) for entry in deciding.values()]
         self._bands = dict(zip(deciding, opening_bands(openings), strict=True))
-        bands = {turn.beginning for turn in turns}.union(*self._bands.values())
+        bands = {entry.beginning for entry in entries}.union(*self._bands.values())
         self._found: defaultdict[int, list[_Conversation]] = defaultdict(list)
         """Conversations by band and beginning; of a beginning one in each split at most."""
         read: dict[str, _Conversation] = {}
@@ -161,21 +109,23 @@ class _Splits:
         self._new: list[tuple[object, ...]] = []
         self._new_bands: list[tuple[int, str]] = []
 
-    def of(self, turn: _Turn) -> Split:
-        """The split of a task."""
-        is_new = turn.key not in self._splits
+    def of(self, entry: Entry, kept: Split | None = None) -> Split:
+        """The split of an entry, or the one that its task has already and has `kept`. An entry that does not show how
+        its conversation begins has no `beginning` and no `words`."""
+        key = entry.split_key
+        is_new = key not in self._splits
         if is_new:
-            self._splits[turn.key] = self._decide(turn)
-        split = turn.split if turn.keeps else self._splits[turn.key]
-        same = self._beginning(turn)
+            self._splits[key] = self._decide(entry, kept)
+        split = kept or self._splits[key]
+        same = self._beginning(entry)
         if same is not None and same.split is not split:
-            self._repeated.add(turn.beginning)
+            self._repeated.add(entry.beginning)
         if same is None:
-            is_noted = bool(turn.beginning and (is_new or turn.words))
+            is_noted = bool(entry.beginning and (is_new or entry.words))
         else:
             is_noted = split is Split.TRAIN and same.split is Split.HELD_OUT
-        if is_noted and split is self._splits[turn.key]:
-            self._enter(_Conversation(turn.key, split, frozenset()), turn.beginning)
+        if is_noted and split is self._splits[key]:
+            self._enter(_Conversation(key, split, frozenset()), entry.beginning)
         return split
 
     def store(self) -> None:
@@ -194,28 +144,29 @@ class _Splits:
         if self._repeated:
             _leave_gate(conn, self._repeated)
 
-    def _decide(self, turn: _Turn) -> Split:
-        same = self._beginning(turn)
-        if same is not None and (not turn.keeps or same.split is turn.split):
-            self._new.append((turn.key, same.split.value, same.key, b"", True))
+    def _decide(self, entry: Entry, kept: Split | None) -> Split:
+        key, same = entry.split_key, self._beginning(entry)
+        if same is not None and kept in (None, same.split):
+            self._new.append((key, same.split.value, same.key, b"", True))
             return same.split
-        words, split, follows = frozenset(array("I", turn.words)), turn.split, turn.key
-        bands = self._bands[turn.key]
+        words, follows = frozenset(array("I", entry.words)), key
+        split = kept or split_of(key, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
+        bands = self._bands[key] if words else ()
         candidates = {each.key: each for band in bands for each in self._found.get(band, ())}
         share, nearest = max(((jaccard(words, each.words), key) for key, each in candidates.items()), default=(0, ""))
         similar = candidates[nearest] if share >= NEAR else None
-        if similar is not None and not turn.keeps and self._followers_of(nearest) < TEMPLATE:
+        if similar is not None and kept is None and self._followers_of(nearest) < TEMPLATE:
             split, follows = similar.split, nearest
             self._followers[follows] += 1
-        self._new.append((turn.key, split.value, follows, turn.words, False))
+        self._new.append((key, split.value, follows, entry.words, False))
         if similar is None:
             # Of near-duplicates only the first is looked up: the others are found through it.
-            self._enter(_Conversation(turn.key, split, words), *dict.fromkeys(bands))
+            self._enter(_Conversation(key, split, words), *dict.fromkeys(bands))
         return split
 
-    def _beginning(self, turn: _Turn) -> _Conversation | None:
-        """The conversation that begins exactly as that of a task does; of two, the one in training is followed."""
-        found = self._found.get(turn.beginning, ())
+    def _beginning(self, entry: Entry) -> _Conversation | None:
+        """The conversation that begins exactly as that of an entry does; of two, the one in training is followed."""
+        found = self._found.get(entry.beginning, ())
         return min(found, key=lambda each: each.split is not Split.TRAIN, default=None)
 
     def _enter(self, conversation: _Conversation, *bands: int) -> None:

@@ -38,7 +38,6 @@ from flywheel.records.task import Batch, Entry
 from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks
-from flywheel.store.splits import has_split
 from flywheel.system.files import (
     PRIVATE,
     append_lines,
@@ -62,7 +61,7 @@ _WRITTEN: Final = case(
     (tasks.c.state != literal_column(f"'{TaskState.ERASED.value}'"), cast(tasks.c.payload, LargeBinary))
 )
 _TASKS: Final = select(tasks.c.id, tasks.c.key, _WRITTEN).order_by(tasks.c.id)
-_UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done"), has_split()).limit(bindparam("most")))
+_UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
 _EXPORTED_TO: Final = "exported_to"
 _FILE: Final = "task_file"
 _BEGINNING: Final = 40
@@ -486,7 +485,7 @@ def warning(conn: Connection) -> str:
 
 
 def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
-    wanted = select(replies.c.task_id).where(has_split(replies.c.task_id))
+    wanted = select(replies.c.task_id).where(replies.c.task_id.is_not(None))
     return sorted({row.task_id for row in rows_in(conn, wanted, replies.c.source_id, sources)})
 
 

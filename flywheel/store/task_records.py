@@ -1,4 +1,4 @@
-"""Tasks of the ledger: each is stored with its line. `flywheel.store.splits` gives it its split."""
+"""Tasks of the ledger: each is stored with its line, in the split of its conversation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from sqlalchemy import Connection, LargeBinary, Text, cast, delete, literal_colu
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.selection import TaskClass
-from flywheel.records.states import ABSENT, TaskState
-from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes, split_of
-from flywheel.store import deduplication, deployments, splits
+from flywheel.records.states import ABSENT, Split, TaskState
+from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes
+from flywheel.store import deduplication, deployments
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
-from flywheel.store.kernel.schema import labels, tasks, unsplit, verdicts
+from flywheel.store.kernel.schema import labels, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
+from flywheel.store.splits import Splits
 
 TURNS: Final = 50
 """Earlier turns that a task shows, at most: the last ones."""
@@ -116,7 +117,7 @@ def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "target", "structure", "payload", "created_at",
+    "target", "structure", "beginning", "payload", "created_at",
 )  # fmt: skip
 
 
@@ -125,8 +126,7 @@ class TaskRecords:
     """Stores the tasks of one batch; `new` counts those that were not known."""
 
     _conn: Connection
-    _train_ratio: float
-    _split_seed: int
+    _splits: Splits
     new: int = 0
 
     def store(self, entries: Sequence[Entry]) -> dict[str, int]:
@@ -147,18 +147,15 @@ class TaskRecords:
         now = utcnow()
         first = number = first_free(self._conn, tasks.c.id)
         numbers: dict[str, int] = {}
-        begun: dict[int, Entry] = {}
         # A later turn shows the earlier ones, so linked entries are stored one by one, in the order of their start.
         linked = sorted((entry for entry in entries if entry.linked), key=lambda entry: entry.started_at)
         for some in ([entry for entry in entries if not entry.linked], *([entry] for entry in linked)):
             rows: list[tuple[object, ...]] = []
             for entry in some:
-                split = split_of(
-                    entry.split_key, entry.trace_id, train_ratio=self._train_ratio, seed=self._split_seed
-                )
                 turns = earlier_turns(self._conn, entry) if entry.linked else []
+                begun = _begun(entry, turns)
+                split = self._splits.of(begun)
                 numbers[entry.key] = number
-                begun[number] = _begun(entry, turns)
                 rows.append(
                     (
                         number,
@@ -173,13 +170,13 @@ class TaskRecords:
                         entry.model,
                         entry.target,
                         _structure(entry, turns),
-                        _line(entry, turns),
+                        _beginning(begun, split),
+                        _line(entry, split, turns),
                         now,
                     )
                 )
                 number += 1
             insert_many(self._conn, tasks, _COLUMNS, rows)
-        splits.enter(self._conn, begun)
         record(self._conn, tasks.name, map(str, range(first, number)), None, TaskState.PENDING)
         self.new += number - first
         return numbers
@@ -189,18 +186,20 @@ class TaskRecords:
 
         It is written anew if it is the reply's own `task`, or was withdrawn. Its split stays.
         """
-        query = select(tasks.c.id, tasks.c.state, unsplit.c.keeps).outerjoin(unsplit).where(tasks.c.key == entry.key)
+        query = select(tasks.c.id, tasks.c.state, tasks.c.split).where(tasks.c.key == entry.key)
         found = self._conn.execute(query).one_or_none()
         if found is None:
             return None
         if found.id == task or found.state == TaskState.WITHDRAWN:
             make_due(self._conn, found.id)
-            turns = earlier_turns(self._conn, entry) if entry.linked else []
+            turns, split = earlier_turns(self._conn, entry) if entry.linked else [], Split(found.split)
+            begun = _begun(entry, turns)
+            self._splits.of(begun, split)
             self._conn.execute(
                 update(tasks)
                 .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)
                 .values(
-                    payload=type_coerce(_line(entry, turns).decode(), Text),
+                    payload=type_coerce(_line(entry, split, turns).decode(), Text),
                     conversation_id=entry.conversation_id,
                     agent=entry.agent,
                     adapter=entry.adapter,
@@ -209,9 +208,9 @@ class TaskRecords:
                     target=entry.target,
                     structure=_structure(entry, turns),
                     excluded=entry.excluded,
+                    beginning=_beginning(begun, split),
                 )
             )
-            splits.enter(self._conn, {found.id: _begun(entry, turns)}, keep=found.keeps is not False)
         return int(found.id)
 
 
@@ -237,14 +236,24 @@ def _begun(entry: Entry, turns: Sequence[tuple[str, str]]) -> Entry:
     return replace(entry, beginning=0, words=b"") if turns else entry
 
 
-def _line(entry: Entry, turns: Sequence[tuple[str, str]]) -> bytes:
-    """The task line of an entry, with the earlier turns (question, answer) before it."""
-    if not turns:
-        return entry.line
-    # Unlike orjson, it keeps integers beyond 64 bits exact.
-    task = msgspec.json.decode(entry.line)
-    for query, answer in turns:
-        task["init_messages"] += ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
-    task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
-    task["metadata"]["turn"] = len(turns)
-    return line_bytes(task)
+def _beginning(begun: Entry, split: Split) -> int | None:
+    """The column `beginning`, of held-out tasks alone."""
+    return begun.beginning or None if split is Split.HELD_OUT else None
+
+
+_ENDS: Final = {split: f'"split":"{split.value}"}}}}'.encode() for split in Split}
+"""How a line in each split ends."""
+
+
+def _line(entry: Entry, split: Split, turns: Sequence[tuple[str, str]]) -> bytes:
+    """The task line of an entry in a split, with the earlier turns (question, answer) before it."""
+    line = entry.line
+    if turns:
+        # Unlike orjson, it keeps integers beyond 64 bits exact.
+        task = msgspec.json.decode(line)
+        for query, answer in turns:
+            task["init_messages"] += ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
+        task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
+        task["metadata"]["turn"] = len(turns)
+        line = line_bytes(task)
+    return line.removesuffix(_ENDS[Split.TRAIN]) + _ENDS[split]

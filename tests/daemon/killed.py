@@ -21,7 +21,7 @@ from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.studio import database, reader
 from flywheel.sources.studio.extraction import TraceExtractor
 from flywheel.sources.studio.workers import Workers
-from flywheel.store import placed_calls, splits, task_file
+from flywheel.store import placed_calls, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import append_lines
 
@@ -33,7 +33,6 @@ POINTS: Final = (
     "after request",
     "before commit",
     "after commit",
-    "before splits",
     "before append",
     "in append",
     "after append",
@@ -98,8 +97,6 @@ def set_up(trap: Trap) -> None:
             trap.pass_by("before commit")
             return result
 
-        if function is splits.assign:
-            trap.pass_by("before splits")
         step = {placed_calls.place: "place", calls_connector.record: "record"}.get(function, "")
         trap.pass_by(f"before {step}")
         result = await write(self, last_thing_before_commit, *args, **kwargs)

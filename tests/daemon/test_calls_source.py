@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sqlalchemy import Connection, select
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_sources
 from flywheel.config.file import Config, load, parse
+from flywheel.daemon.backup import back_up, erase_again
 from flywheel.daemon.erasure import Eraser
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
@@ -23,6 +25,7 @@ from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy
 from flywheel.sources import calls_connector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures, ledger
+from flywheel.store.backup import restore
 from flywheel.store.checkpoints import reopen
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
@@ -204,6 +207,32 @@ async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_pa
             found = [path for path in config.state_dir.rglob("*") if path.is_file()]
             assert not [path for path in found if b"secret" in path.read_bytes()]
         assert exported(config) == []
+
+
+async def test_a_restored_state_refuses_what_goes_on_from_a_call_that_was_erased_since(tmp_path: Path) -> None:
+    opening = [user("What is 1 + 1?")]
+    first = recorded(chat(opening), completion(assistant("It is 2.")))
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        await ingest(config)
+        await back_up(config, tmp_path / "backup")
+        # The backup has nothing of the call, and the server will not have it any more.
+        server.log.append([first])
+        await ingest(config)
+        async with open_state(config.state_dir) as store:
+            ingestion = Ingestion(store, config)
+            subject = conversation_of(first)
+            await store.write(erasures.begin, Kind.CONVERSATION, subject, [subject], blocks=True)
+            assert await Eraser(store, config, ingestion).finish()
+            await ingestion.close()
+        shutil.rmtree(config.state_dir)
+        restore(tmp_path / "backup", config.state_dir)
+        await erase_again(config, tmp_path / "backup")
+        more = chat([*opening, assistant("It is 2."), user("And my secret?")])
+        server.log.append([recorded(more, completion(assistant("A secret.")), began=100)])
+        (report,) = await ingest(config)
+    assert (report.error, report.counts.erased, report.counts.replies) == (None, 1, 1)
+    assert not [path for path in config.state_dir.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
 
 
 async def test_an_answer_by_a_finish_function_is_the_answer(tmp_path: Path) -> None:

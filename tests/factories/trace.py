@@ -13,7 +13,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import Split
 from flywheel.records.task import Batch, entry_of, split_of
 from flywheel.records.trace import Cursor, Reply
-from flywheel.store import ledger, splits
+from flywheel.store import ledger
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -60,10 +60,8 @@ def batch(
 def record(
     conn: Connection, source: int, found: Batch, *, train_ratio: float = 0.7, split_seed: int = 42
 ) -> ledger.Recorded:
-    """Store a batch, and give its tasks their splits."""
-    done = ledger.record_batch(conn, source, found, train_ratio=train_ratio, split_seed=split_seed)
-    splits.assign(conn)
-    return done
+    """Store a batch."""
+    return ledger.record_batch(conn, source, found, train_ratio=train_ratio, split_seed=split_seed)
 
 
 def put_replies(

@@ -194,7 +194,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         started_at=told.started_at.isoformat(),
         key="t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
         line=b"" if told.skip else line,
-        content=xxhash.xxh3_64_intdigest(line.replace(b'"refusal":false,', b"") + skip.encode()) >> 1,
+        content=xxhash.xxh3_64_intdigest(line, seed=xxhash.xxh32_intdigest(skip.encode())) >> 1,
         beginning=0 if told.skip else plain_beginning(told),
         words=b"" if told.skip or told.turn else np.array(plain_opening(told.query)[0], dtype=np.uint32).tobytes(),
         numbers=0 if told.skip or told.turn else plain_numbers(told.query),

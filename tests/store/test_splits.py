@@ -6,29 +6,24 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, func, select, update
 
 from flywheel.config.file import load, parse
-from flywheel.config.ingest import IngestSettings
-from flywheel.records.similarity import beginning_of
-from flywheel.records.states import Split, TaskState
-from flywheel.records.task import conversation_key, opened, split_of
+from flywheel.records.states import Split
+from flywheel.records.task import split_of
 from flywheel.records.trace import Reply
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import claims, gate_tests, ledger, samples, splits
-from flywheel.store.kernel.bulk import count_rows
+from flywheel.store import gate_tests, ledger, samples, splits
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks, unsplit
-from flywheel.store.task_file import TaskFile, export_sources
-from flywheel.store.views import left_out, task_counts, task_list
+from flywheel.store.kernel.schema import recent_bands, signature_bands, tasks
+from flywheel.store.views import left_out
 from flywheel.store.views.lineage import why
 from tests.daemon.following import killed_at
-from tests.factories.config import make_config, write_config
+from tests.factories.config import write_config
 from tests.factories.state import open_state
-from tests.factories.trace import batch, record, reply, write_lines
+from tests.factories.trace import batch, record, reply
 from tests.sources.studio.writer import DATA
 
 QUESTION = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
@@ -258,71 +253,26 @@ async def test_a_fork_is_on_the_side_of_its_root(store: Store, root_first: bool)
         assert {found[one.span_id] for one in forks[5 * n : 5 * n + 5]} == {found[root.span_id]}
 
 
-def put_unsplit(conn: Connection, *replies: Reply, source: str = "/a", train_ratio: float = 0.5) -> None:
-    """The first of the two transactions."""
-    number = ledger.source_id(conn, source)
-    ledger.record_batch(conn, number, batch(*replies, source=source), train_ratio=train_ratio, split_seed=1)
+async def test_each_source_has_its_own_ratio(store: Store) -> None:
+    def put_all(conn: Connection) -> None:
+        for number, (source, ratio) in enumerate({"/a": 0.0, "/b": 1.0}.items()):
+            found = batch(*(reply(n) for n in range(9 * number, 9 * number + 9)), source=source)
+            record(conn, ledger.source_id(conn, source), found, train_ratio=ratio, split_seed=1)
 
-
-def shown(conn: Connection) -> list[int]:
-    """How many tasks there are in each list, count, and export, and for judges."""
-    listed, counts = task_list.listed(conn, []), task_counts.task_counts(conn)
-    searched, _ = task_list.search(conn, [], 100)
-    return [
-        len(listed), len(searched), task_list.count(conn, []), sum(task_list.count_by_state(conn).values()),
-        sum(each.number for each in counts.groups), sum(left_out.count_kinds(conn).values()),
-        len(task_list.next_ids(conn, list(TaskState), list(Split), after=0, limit=100)),
-        claims.count_due(conn), int(claims.next_due(conn) is not None) * len(listed),
-    ]  # fmt: skip
-
-
-async def test_a_task_without_a_split_is_in_no_list_round_or_export(store: Store, tmp_path: Path) -> None:
-    await store.write(put, *(reply(n) for n in range(3)))
-    await store.write(put_unsplit, *(reply(n) for n in range(3, 20)))
-    file, other = TaskFile(tmp_path / "tasks.jsonl"), tmp_path / "other.jsonl"
-    assert set(await store.read(shown)) == {3}
-    assert await file.follow(store) == 3, "it follows while a pass goes on"
-    assert await export_sources(store, other, [1]) == 3
-    assert len(await store.write(claims.claim, 100, "r", "j")) == 3
-    await store.write(splits.assign)
-    assert (await store.read(shown))[:-2] == [20] * 7
-    assert await file.follow(store) == await export_sources(store, other, [1]) == 17
-    for path in (file.path, other):
-        lines = map(orjson.loads, path.read_bytes().splitlines())
-        assert {line["metadata"]["span_id"]: line["metadata"]["split"] for line in lines} == await told(store)
-    assert len(await store.write(claims.claim, 100, "r", "j")) == 17
-
-
-async def test_whoever_gives_the_splits_each_source_has_its_own_ratio(store: Store) -> None:
-    await store.write(put_unsplit, *(reply(n) for n in range(9)), source="/a", train_ratio=0.0)
-    await store.write(put_unsplit, *(reply(n) for n in range(9, 18)), source="/b", train_ratio=1.0)
-    await store.write(splits.assign)
+    await store.write(put_all)
     assert list((await told(store)).values()) == [Split.HELD_OUT] * 9 + [Split.TRAIN] * 9
 
 
-async def test_the_line_of_a_training_task_is_written_once(store: Store) -> None:
+async def test_the_line_of_a_task_is_written_once_with_its_split(store: Store) -> None:
     def watch(conn: Connection) -> None:
         conn.exec_driver_sql("CREATE TABLE changed (split)")
         change = "INSERT INTO changed VALUES (new.split)"
         conn.exec_driver_sql(f"CREATE TRIGGER watch AFTER UPDATE ON tasks BEGIN {change}; END")
 
     await store.write(watch)
-    await store.write(put, *(reply(n) for n in range(40)))
-    changed = await store.read(lambda conn: conn.exec_driver_sql("SELECT split FROM changed").scalars().all())
-    assert set(changed) == {Split.HELD_OUT} and len(changed) == list((await told(store)).values()).count(
-        Split.HELD_OUT
-    )
-
-
-async def test_what_a_process_left_without_a_split_gets_one_from_the_next(store: Store, tmp_path: Path) -> None:
-    sources = [{"type": "jsonl", "path": str(write_lines(tmp_path / "empty.jsonl"))}]
-    config = make_config(tmp_path, sources=sources)
-    for there in (0, 9):
-        ingestion = Ingestion(store, config)
-        await ingestion.run(final=True)
-        await ingestion.close()
-        assert set((await store.read(shown))[:-2]) == {there}
-        await store.write(put_unsplit, *(reply(n) for n in range(9)))
+    await store.write(put, *(reply(n) for n in range(40)), reply(40, conversation_id="ü", extra={"split": "mine"}))
+    assert not await store.read(lambda conn: conn.exec_driver_sql("SELECT split FROM changed").all())
+    assert {*(await told(store)).values()} == {*Split}
 
 
 async def test_a_task_that_joins_a_conversation_of_the_other_split_keeps_its_own(store: Store) -> None:
@@ -335,35 +285,19 @@ async def test_a_task_that_joins_a_conversation_of_the_other_split_keeps_its_own
     assert await told(store) == before
 
 
-def assigned_at_once(conn: Connection, settings: IngestSettings) -> None:
-    """Give the tasks of a state their splits again, all in one step."""
-    for table in (recent_bands, signature_bands, conversations):
-        conn.execute(delete(table))
-    for row in conn.execute(select(tasks)).all():
-        line = row.payload
-        key = conversation_key(row.conversation_id, line["metadata"]["trace_id"])
-        words, numbers = (b"", 0) if line["metadata"]["turn"] else opened(line["main_query"])
-        values = {"key": key, "beginning": beginning_of(line), "words": words, "numbers": numbers, "keeps": False}
-        conn.execute(insert(unsplit).values(task_id=row.id, **values))
-        own = split_of(key, "", train_ratio=settings.train_ratio, seed=settings.split_seed)
-        conn.execute(update(tasks).where(tasks.c.id == row.id).values(split=own.value))
-    splits.assign(conn)
-
-
 @pytest.mark.slow
-async def test_kill_9_between_a_task_and_its_split_changes_no_split(tmp_path: Path) -> None:
+async def test_kill_9_before_a_commit_changes_no_split(tmp_path: Path) -> None:
     sources, ingest = [{"path": str(DATA / "new_v2.sqlite")}], {"train_ratio": 0.5}
-    config = load(file := write_config(tmp_path, sources=sources, ingest=ingest))
-    for arrival in (3, 2):
-        await asyncio.to_thread(killed_at, file, "before splits", arrival)
+    found = []
+    for name, arrivals in (("killed", (3, 2)), ("whole", ())):
+        (folder := tmp_path / name).mkdir()
+        config = load(file := write_config(folder, sources=sources, ingest=ingest))
+        for arrival in arrivals:
+            await asyncio.to_thread(killed_at, file, "before commit", arrival)
         async with open_state(config.state_dir) as store:
-            stored = await store.read(lambda conn: count_rows(conn, tasks))
-            assert stored > (await store.read(shown))[0], "the last ones have no split"
-    async with open_state(config.state_dir) as store:
-        ingestion = Ingestion(store, config)
-        await ingestion.run(final=True)
-        await ingestion.close()
-        found = await told(store)
-        assert set(found.values()) == {*Split}
-        await store.write(assigned_at_once, config.ingest)
-        assert await told(store) == found
+            ingestion = Ingestion(store, config)
+            await ingestion.run(final=True)
+            await ingestion.close()
+            found.append(await told(store))
+    assert {*found[0].values()} == {*Split}
+    assert found[0] == found[1]

@@ -231,6 +231,8 @@ class Conversation(NamedTuple):
     """Each `a part of type X at messages[N]`."""
     failed: frozenset[str]
     """The ids of the calls whose results say that they are errors."""
+    has_media: bool
+    """Whether they have an image, or anything else that is not text."""
 
 
 def conversation(span: Span) -> list[ChatMessage]:
@@ -252,25 +254,30 @@ def read_conversation(span: Span) -> Conversation:
     if not items or any(item[:1] == b"{" and b'"role"' not in item for item in items):
         # It is no list, or has items of the Responses API, of which several can be one message.
         items = [json.dumps(message).encode() for message in input_messages(span)]
+    has_media = False
     for place, item in enumerate(items):
-        said, kinds, errors = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
-        chat += said
-        failed |= errors
-        unread = dict.fromkeys(kinds, f"messages[{place}]") | unread
+        read = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
+        chat += read.chat
+        has_media = has_media or read.has_media
+        if read.failed:
+            failed |= read.failed
+        if read.unread:
+            unread = dict.fromkeys(read.unread, f"messages[{place}]") | unread
     parts = tuple(f"a part of type {kind} at {where}" for kind, where in unread.items())
-    return Conversation(chat, parts, frozenset(failed))
+    return Conversation(chat, parts, frozenset(failed), has_media)
 
 
 @lru_cache(maxsize=1024)
-def _chat_item(data: bytes) -> tuple[tuple[ChatMessage, ...], tuple[str, ...], frozenset[str]]:
-    """One item of a list of messages in the OpenAI form, the types of its parts that were not read, and the ids of
-    the calls that failed. Each model call repeats most items of the one before it."""
+def _chat_item(data: bytes) -> Conversation:
+    """One item of a list of messages; of `unread` the types alone. Each model call repeats most items of the one
+    before it."""
     value = value_of(Raw(data))
     messages = [value] if isinstance(value, dict) and "role" in value else messages_of(value)
-    return (
-        tuple(chat for message in messages for chat in chat_of(message)),
+    return Conversation(
+        [chat for message in messages for chat in chat_of(message)],
         tuple(kind for message in messages for kind in unread_in(message)),
         frozenset(name for message in messages for name in failed_in(message)) if b"rror" in data else frozenset(),
+        any(word in data for word in _MEDIA) and any(map(has_media, messages)),
     )
 
 
@@ -300,17 +307,6 @@ def choices(span: Span) -> int:
     """How many answers a model call has, as the trace says. Raises ReprError."""
     written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
     return len(written) if _are_choices(written) else min(len(written), 1)
-
-
-@lru_cache(maxsize=4)
-def holds_media(span: Span) -> bool:
-    """Whether a model was sent an image, or anything else that is not text."""
-    written = span.attributes.gen_ai.input.messages
-    raw = bytes(first_argument(span, span.attributes.input.kwargs.messages) if written is NOTHING else written)
-    if not any(word in raw for word in _MEDIA):
-        return False
-    messages = messages_of(value_of(Raw(raw)), encoded=True)
-    return any(map(has_media, messages))
 
 
 def sets_template_parameters(span: Span) -> bool:

@@ -262,7 +262,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.input_messages(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
-    if not images and calls.first is not None and at.holds_media(calls.first):
+    if not images and calls.first is not None and at.read_conversation(calls.first).has_media:
         question = question_of(at.input_messages(calls.first))
         images = tuple(dict.fromkeys(images_of(question))) if question is not None else ()
     name = at.agent_name(next(iter(tree.merged(agent)), agent))
@@ -547,7 +547,8 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
     if first is None or not given:
         # Also AgentScope 2.0.0 to 2.0.6.
         return exclusion.NOT_RECORDED
-    chat = at.conversation(first)
+    read = at.read_conversation(first)
+    chat = read.chat
     called = {call["function"]["name"] for message in chat for call in message.get("tool_calls", ())}
     offered = map(bytes, (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools))
     # AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing
@@ -556,9 +557,9 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
     reasons = {
         exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
         exclusion.OTHER_PROMPT: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
-        exclusion.IMAGE: at.holds_media(first),
+        exclusion.IMAGE: read.has_media,
         exclusion.FINISH_FUNCTION: any(map(_FINISH_NAMES.search, offered)),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
-        **{f"{part} was not read": True for part in at.read_conversation(first).unread},
+        **{f"{part} was not read": True for part in read.unread},
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)

@@ -214,7 +214,9 @@ class Trajectory:
             if said and place not in self._aside:
                 yield from (f"a part of type {kind} in an answer of the model" for kind in unread_in(said))
         for tool in self.tools:
-            yield from (f"a part of type {kind} in a result of {tool.name}" for kind in unread_in_result(tool.output))
+            if tool.name not in FINISH_FUNCTIONS:
+                kinds = unread_in_result(tool.output)
+                yield from (f"a part of type {kind} in a result of {tool.name}" for kind in kinds)
 
     def refuses(self, answer: str) -> bool:
         """Whether the answer is the refusal of the last model call."""

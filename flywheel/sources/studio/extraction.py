@@ -71,7 +71,7 @@ class TraceExtractor:
                 trace.trace_id, tuple(trace.spans), digest_of(own.values()), trace.generation, trace.is_open
             )
             if own and not _is_unchanged(checkpoint, known):
-                calls = _named_in(own)
+                calls = self._named_in(own)
                 if trace.may_wait and (absent := sorted(calls - self._sizes(calls).keys())):
                     missing[trace.trace_id] = absent
                     checkpoint = replace(checkpoint, digest=known.digest if known else 0, is_open=True)
@@ -99,8 +99,12 @@ class TraceExtractor:
                 size += len(data)
                 if size > MAX_BYTES and len(traces) > 1:
                     return None
-        size += sum(self._sizes(set().union(*map(_named_in, found))).values())
+        size += sum(self._sizes(set().union(*map(self._named_in, found))).values())
         return found if size <= MAX_BYTES or len(traces) == 1 else None
+
+    def _named_in(self, rows: Mapping[int, bytes]) -> set[str]:
+        """The calls that rows name; none without a call log."""
+        return {call for data in rows.values() for call in recorded_in(data)} if self._calls is not None else set()
 
     def _sizes(self, calls: Collection[str]) -> Mapping[str, int]:
         if not calls or self._calls is None or not self._calls.path.exists():
@@ -111,10 +115,6 @@ class TraceExtractor:
         if not calls or self._calls is None or not self._calls.path.exists():
             return {}
         return {request_id: parse(call) for request_id, call in self._calls.find(calls).items()}
-
-
-def _named_in(rows: Mapping[int, bytes]) -> set[str]:
-    return {call for data in rows.values() for call in recorded_in(data)}
 
 
 def _is_unchanged(checkpoint: Checkpoint, stored: Checkpoint | None) -> bool:

@@ -254,10 +254,10 @@ def _own_values_2(
 def text_in(value: Any, column: str, *, required: bool = False) -> str:
     """A text; NULL is an empty text. Raises RowError, also for an empty text if it is required, and
     UnicodeDecodeError."""
+    if type(value) is bytes and (value or not required):
+        return value.decode()
     if required and value in (None, b""):
         raise RowError(f"{column} is empty")
-    if isinstance(value, bytes):
-        return value.decode()
     if value is None:
         return ""
     raise RowError(f"{column} {_type_of(value)}, not text")

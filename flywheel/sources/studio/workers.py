@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,8 @@ TURNS: Final = 2
 """Long histories that are read at the same time. Others wait, so that few hold much memory."""
 SECONDS: Final = 600.0
 """Longest extraction of the traces of one request."""
+COLLECTED_OBJECTS: Final = 100_000
+"""New objects before the next garbage collection in a worker."""
 HINT: Final = "It is retried at the next pass. If it fails again, look at the system log and report it."
 
 
@@ -132,6 +135,9 @@ def _failure(
 def main() -> None:
     """The worker process."""
     tune_process()
+    # What is parsed has no cycles: each collection would look through it in vain.
+    gc.freeze()
+    gc.set_threshold(COLLECTED_OBJECTS)
     serve(_answer)
 
 

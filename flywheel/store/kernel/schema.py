@@ -191,19 +191,6 @@ hash of the beginning of its conversation, for held-out tasks only. `verdict_id`
 `flywheel.store.verdicts.point`. `crashes` is how often in a row a process ended while the task was in work;
 `released` whether a person has released it after it was held."""
 
-unsplit = Table(
-    "unsplit",
-    metadata,
-    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
-    Column("key", Text, nullable=False),
-    Column("beginning", BigInteger, nullable=False),
-    Column("words", LargeBinary, nullable=False),
-    Column("numbers", BigInteger, nullable=False),
-    Column("keeps", Boolean, nullable=False),
-)
-"""The tasks without a split, each with the key of its conversation and how that begins, see `flywheel.store.splits`.
-`split` of a task is that of the hash until then. One that `keeps` its split was stored again."""
-
 reply_calls = Table(
     "reply_calls",
     metadata,

@@ -12,7 +12,6 @@ from flywheel.records.exclusion import NONE_SELECTED, Exclusion, TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.samples import TaskKind
-from flywheel.store.splits import has_split
 
 _MAY_BE_USED: Final = (
     TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.HELD, TaskState.ACCEPTED, TaskState.RESERVED,
@@ -25,8 +24,7 @@ _MAY_BE_USED: Final = (
 def count_kinds(conn: Connection) -> Counter[TaskKind]:
     """How many tasks of each kind rounds or gates may still use. Fast: an index covers the query."""
     kind = tasks.c.excluded, tasks.c.split, tasks.c.state, tasks.c.target
-    which = tasks.c.state.in_(_MAY_BE_USED), has_split()
-    rows = conn.execute(select(*kind, func.count()).where(*which).group_by(*kind))
+    rows = conn.execute(select(*kind, func.count()).where(tasks.c.state.in_(_MAY_BE_USED)).group_by(*kind))
     return Counter({TaskKind(*values): number for *values, number in rows})
 
 

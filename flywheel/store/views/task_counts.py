@@ -18,7 +18,6 @@ from sqlalchemy import Connection, func, select
 from flywheel.records.exclusion import EVERY_TARGET, Scope
 from flywheel.records.states import TaskState
 from flywheel.store.kernel.schema import replies, rubrics, sources, tasks, verdicts
-from flywheel.store.splits import has_split
 from flywheel.store.views.acceptance import ACCEPTED, JUDGED, Share, stages
 from flywheel.store.views.task_list import ADAPTER, AGENT, JUDGE, MODEL, RUBRIC, WEEK
 
@@ -106,7 +105,6 @@ def task_counts(conn: Connection, scope: Scope = EVERY_TARGET) -> TaskCounts:
         select(func.count(), func.max(verdicts.c.created_at), *labelled)
         .select_from(tasks)
         .outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id)
-        .where(has_split())
         .group_by(*labelled)
     )
     paths = {str(number): path for number, path in conn.execute(select(sources.c.id, sources.c.path))}

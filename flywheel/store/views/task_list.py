@@ -32,7 +32,6 @@ from flywheel.store.kernel.schema import (
 )
 from flywheel.store.labels import majority
 from flywheel.store.reply_names import is_of_span
-from flywheel.store.splits import has_split
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
 from flywheel.store.views.acceptance import JUDGED
 
@@ -250,7 +249,7 @@ def count(conn: Connection, wanted: Conditions) -> int:
 
 
 def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
-    return query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id).where(has_split(), *wanted)
+    return query.outerjoin(verdicts, verdicts.c.id == tasks.c.verdict_id).where(*wanted)
 
 
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
@@ -352,7 +351,7 @@ class ExportedTask:
 def count_by_state(conn: Connection) -> dict[tuple[TaskState, Split], int]:
     """How many tasks there are by state and split."""
     kinds = tasks.c.state, tasks.c.split
-    rows = conn.execute(select(*kinds, func.count()).where(has_split()).group_by(*kinds))
+    rows = conn.execute(select(*kinds, func.count()).group_by(*kinds))
     return {(TaskState(state), Split(split)): number for state, split, number in rows}
 
 
@@ -376,7 +375,6 @@ def next_ids(
             and_(tasks.c.state.in_([state.value for state in if_labelled]), labelled),
         ),
         tasks.c.split.in_([split.value for split in splits]),
-        has_split(),
     ]
     if target is not None:
         where.append(tasks.c.target == target)
