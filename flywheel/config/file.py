@@ -188,6 +188,8 @@ class Config(Section):
         for alias in self.aliases:
             is_base = alias == (base.name if base.is_absolute() else self.model.base)
             yield is_base, f"the alias {alias} is the name of the base model, `model.base`: name it otherwise"
+            is_other = self.rollout.models.get(alias, "policy") != "policy"
+            yield is_other, f"`rollout.models`: {alias} is an alias, which its own model answers: remove it there"
         for each in names:
             where = f"targets.{each.target}"
             is_name = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", each.target) is not None

@@ -169,6 +169,7 @@ class LoraSettings(Section):
 
 
 Stage = Literal["sft", "dpo", "grpo"]
+Answering = Literal["policy", "auxiliary", "refuse"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Scheduler = Literal["linear", "cosine", "constant"]
 
@@ -579,6 +580,10 @@ class RolloutSettings(Section):
     rollout."""
     auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
     """Further models of the user's agent by name, which are never trained."""
+    models: dict[str, Answering] = {}
+    """Who answers where the agent asks the policy's address for a model of another name: `policy`, which is then
+    trained on the answers, `auxiliary`, the model of `auxiliary_models` with this key or this `model`, or an error
+    (`refuse`). Default: the auxiliary model of that name; for any other name the policy, with a warning."""
     reward: RewardSettings | None = None
     """Default: the first run of your own agent in a round decides."""
     reward_function: Function | None = None
@@ -631,11 +636,16 @@ class RolloutSettings(Section):
                 "setup": self.setup,
                 "agent_environment": self.agent_environment,
                 "auxiliary_models": self.auxiliary_models,
+                "models": self.models,
             }
             if found := next((name for name, value in given.items() if value), None):
                 raise ValueError(f"{found} is for your own agent: set agent to {{workflow: …}} or {{command: […]}}")
         elif self.reward_function is not None and not self.weights.workflow:
             raise ValueError("reward_function has no effect while reward.workflow is 0: give it a weight")
+        known = {*self.auxiliary_models, *(each.model for each in self.auxiliary_models.values())}
+        for name, who in self.models.items():
+            if who == "auxiliary" and name not in known:
+                raise ValueError(f"models: {name}: auxiliary_models has no model of that name: add one")
         return self
 
     @property

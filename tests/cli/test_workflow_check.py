@@ -24,6 +24,7 @@ AGENT = f"{EXAMPLES / 'workflow' / 'agent.py'}:run"
 TASKS = EXAMPLES / "workflow" / "tasks.jsonl"
 OTHERS = """
 import json
+import urllib.error
 import urllib.request
 
 
@@ -45,6 +46,15 @@ async def silent(task, model):
 
 async def other_model(task, model):
     return {"response": ask(task, "gpt-9")}
+
+
+async def many_models(task, model):
+    said = [ask(task), ask(task, "gpt-9"), ask(task, "gpt-9"), ask(task, "small")]
+    try:
+        ask(task, "gpt-4o")
+    except urllib.error.HTTPError as error:
+        said.append(json.load(error)["error"]["message"])
+    return {"response": json.dumps(said)}
 
 
 async def streaming(task, model):
@@ -131,7 +141,7 @@ def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
         1.0,
         {"tool_calls": 1.0},
     )
-    assert ran.json["problems"] == []
+    assert (ran.json["problems"], ran.json["notes"], ran.json["models"]) == ([], [], {"my-agent": 2})
     shown = flywheel("workflow", "check", AGENT, "--task", TASKS, "--url", url)
     assert "2. my-agent: 5 messages, tools multiply;" in shown.out
     assert "reward    1 (the agent returns a response and a reward: the rubric's score counts, and" in shown.out
@@ -190,6 +200,32 @@ class Whatever(Workflow):
 
 
 @pytest.mark.slow
+def test_names_of_models_are_listed_and_answered_as_in_a_round(
+    flywheel: Run, others: Path, row: Path, tmp_path: Path
+) -> None:
+    policy, user = Recorder(ScriptedModel()), Recorder(ScriptedModel())
+    with running(policy) as url, running(user) as user_url:
+        rollout = {
+            "agent": {"workflow": f"{others}:many_models"},
+            "auxiliary_models": {"user": {"base_url": f"{user_url}/v1", "model": "small"}},
+            "models": {"gpt-4o": "refuse"},
+        }
+        (tmp_path / "flywheel.yaml").write_text(json.dumps({"serving": {"urls": [url]}, "rollout": rollout}))
+        ran = flywheel("workflow", "check", "--task", row, "--json")
+        shown = flywheel("workflow", "check", "--task", row)
+    assert ran.code == 0, ran.err
+    assert ran.json["models"] == {"my-agent": 1, "gpt-9": 2, "small": 1, "gpt-4o": 1}
+    [note] = ran.json["notes"]
+    assert note.startswith("the agent asks for gpt-9 2 times, which is neither an alias nor the base nor an")
+    assert json.loads(ran.json["response"])[4] == "the model gpt-4o is refused (rollout.models)"
+    # Calls of the policy, as a round trains on them; the server knows its alias alone.
+    assert [each["model"] for each in policy.requests] == ["my-agent"] * 6
+    assert (len(ran.json["calls"]), [each["model"] for each in user.requests]) == (3, ["small"] * 2)
+    assert "models    my-agent 1 time, gpt-9 2 times, small 1 time, gpt-4o 1 time\n" in shown.out
+    assert f"note      {note}\n" in shown.out
+
+
+@pytest.mark.slow
 def test_accepted_answers_that_a_judge_cannot_match_are_named(with_judge: Callable[..., Ran], row: Path) -> None:
     ran = with_judge("SameBox")
     assert ran.code == 0, ran.err
@@ -234,7 +270,6 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
     ("function", "problem"),
     [
         ("silent", "it did not call the model"),
-        ("other_model", "it asked for the model gpt-9, and the one that is trained is my-agent"),
         ("not_a_number", "the run failed (not_a_number)"),
         ("nothing", "it returned neither a reward nor a response with a text"),
     ],

@@ -146,6 +146,7 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
+    from flywheel.training.program.other_models import listed
     from flywheel.training.program.program_pool import decided_reward
 
     result = checked.result
@@ -161,6 +162,8 @@ def _lines(checked: Checked, config: Config) -> Iterator[str]:
             f"  {number}. {call.model}: {quantity(call.messages, 'message')}{tools}{stream}; {tokens}{ended},"
             f" {call.seconds:.1f} s"
         )
+    if checked.models:
+        yield f"models    {listed(checked.models)}"
     if result.response is not None:
         yield f"response  {excerpt(result.response)}"
     if result.reward is not None:

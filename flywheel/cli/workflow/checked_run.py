@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import httpx2
@@ -26,6 +26,7 @@ from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.system.terminal import quantity
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.other_models import OtherModels, undecided
 from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"
@@ -58,6 +59,7 @@ class Checked:
 
     Attributes:
         function: Its signature and place, or its command.
+        models: How often it asked for each model at the policy's address.
         problems: What a round would fail on, in sentences; empty if nothing.
         notes: What else users should know, in sentences.
         replayed: Number of accepted answers that the judge got.
@@ -69,6 +71,7 @@ class Checked:
     question: str
     calls: list[CheckedCall]
     result: RunResult
+    models: Mapping[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replayed: int = 0
@@ -81,6 +84,7 @@ class Checked:
             "function": self.function,
             "task_id": self.task_id,
             "calls": [asdict(call) for call in self.calls],
+            "models": self.models,
             **{name: result[name] for name in ("response", "reward", "metrics", "seconds", "peak_bytes", "cause")},
             "problems": self.problems,
             "notes": self.notes,
@@ -103,18 +107,19 @@ async def check(
     `models` are the names of its models by target; the first one is the `model` argument. `key` is the agents' key of
     the server. Raises ConfigError if the program does not load, and ServeError if the server does not answer.
     """
+    program = replace(program, models=dict.fromkeys(models.values(), "policy") | dict(program.models))
     pool = ProgramPool(program, workers=1)
     try:
         # In a thread: loading may take long, and Ctrl-C ends it.
         function = await asyncio.to_thread(pool.start)
         trained = next(iter(models))
-        # As in a round. AgentJet's workflows may name any model.
-        otherwise = models[trained] if program.is_of_agentjet else None
-        async with _Proxy(url, key, {*models.values()}, otherwise) as proxy:
+        async with _Proxy(url, key, {*models.values()}, models[trained], OtherModels(program)) as proxy:
             await proxy.require_server()
             endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
             result = await pool.run(task, endpoints, trained)
-            problems = _problems(result, proxy.calls, {*models.values()})
+            problems = _problems(result, proxy.calls)
+            asked = dict(proxy.others.asked)
+            notes = [*pool.notes, *filter(None, [undecided(program, asked)])]
             unmatched: dict[str, list[str]] = {}
             replayed = failed = 0
             for each in accepted:
@@ -133,8 +138,9 @@ async def check(
                 str(task.get("main_query") or ""),
                 proxy.calls,
                 result,
+                asked,
                 problems,
-                pool.notes,
+                notes,
                 replayed,
                 unmatched,
             )
@@ -158,7 +164,7 @@ def _why_unmatched(answer: str, judged: RunResult) -> str:
     return "there are several boxes" if len(found) > 1 else f"the reward is {judged.reward:g}"
 
 
-def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> list[str]:
+def _problems(result: RunResult, calls: list[CheckedCall]) -> list[str]:
     problems = []
     if result.cause is not None:
         problems.append(f"the run failed ({result.cause}): {result.error}")
@@ -169,9 +175,6 @@ def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> 
             "it did not call the model, so nothing could be trained. It must call the `model` that it is given, or"
             " the endpoint in task['openai']"
         )
-    elif not any(call.model in models for call in calls):
-        asked = ", ".join(sorted({call.model for call in calls}))
-        problems.append(f"it asked for the model {asked}, and the one that is trained is {', '.join(sorted(models))}")
     failed = [call for call in calls if call.status != 200]
     if failed:
         problems.append(
@@ -182,11 +185,11 @@ def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> 
 
 
 class _Proxy:
-    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far. Calls of other models than
-    `models` are sent as ones of `otherwise`, if that is given."""
+    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far. As in a round, `others`
+    answer calls of other models than `models`, or they are sent as ones of `otherwise`."""
 
-    def __init__(self, url: str, key: str | None, models: set[str], otherwise: str | None) -> None:
-        self._models, self._otherwise = models, otherwise
+    def __init__(self, url: str, key: str | None, models: set[str], otherwise: str, others: OtherModels) -> None:
+        self._models, self._otherwise, self.others = models, otherwise, others
         self.calls: list[CheckedCall] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -224,7 +227,10 @@ class _Proxy:
         body = await request.body()
         call = None
         if request.scope["path"].endswith(CHAT):
-            if self._otherwise is not None and (asked := _object(body)).get("model") not in self._models:
+            asked = _object(body)
+            if (found := await self.others.answer(asked)) is not None:
+                return found
+            if asked and str(asked.get("model")) not in self._models:
                 body = json.dumps({**asked, "model": self._otherwise}).encode()
             self.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}

@@ -20,6 +20,8 @@ from starlette.routing import Route
 
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.training.engine.session import Session, SessionReply
+from flywheel.training.program.agent_program import AgentProgram
+from flywheel.training.program.other_models import OtherModels
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
@@ -28,9 +30,11 @@ CLIENT_GONE: Final = 499
 
 
 class RolloutEndpoint:
-    """Call `start` in the loop that serves it, and `stop` at the end."""
+    """Call `start` in the loop that serves it, and `stop` at the end. `others` answer what the rollouts' sessions do
+    not."""
 
     def __init__(self) -> None:
+        self.others = OtherModels(AgentProgram())
         self._sessions: dict[str, Session] = {}
         self._server: BackgroundServer | None = None
         self._port = 0
@@ -76,18 +80,23 @@ class RolloutEndpoint:
             return _error(400, "the body is not a JSON object", "BadRequestError")
         count = request.headers.get("x-stainless-retry-count", "")
         attempt = int(count) if count.isdecimal() else None
-        answering = asyncio.ensure_future(session.complete(body, attempt=attempt))
+        answering = asyncio.ensure_future(self._answer(session, body, attempt))
         leaving = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 return Response(status_code=CLIENT_GONE)
-            reply = await answering
+            return await answering
         except Exception as error:
             return _error(500, f"the engine failed: {' '.join(str(error).split())[:200]}", "InternalServerError")
         finally:
             answering.cancel()
             leaving.cancel()
+
+    async def _answer(self, session: Session, body: Mapping[str, Any], attempt: int | None) -> Response:
+        if (found := await self.others.answer(body, is_retry=bool(attempt))) is not None:
+            return found
+        reply = await session.complete(body, attempt=attempt)
         if reply.status == 200 and body.get("stream"):
             return StreamingResponse(_events(body, reply.body), media_type="text/event-stream")
         return _json(reply)

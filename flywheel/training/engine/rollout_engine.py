@@ -13,6 +13,7 @@ from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.session import Session
 from flywheel.training.program import program_rollout
+from flywheel.training.program.other_models import OtherModels
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
@@ -52,11 +53,15 @@ class RolloutEngine:
         if config.ray.working_dir is not None:
             # Ray's copy of it is the working directory of its processes.
             program = program.moved(str(config.ray.working_dir), str(Path.cwd()))
-        self._program = setup
+        self._program, self._endpoint.others = setup, OtherModels(program)
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         self._pool = ProgramPool(program, workers=config.rollout.workers)
         return await asyncio.to_thread(self._pool.start)
+
+    def asked_models(self) -> dict[str, int]:
+        """How often the user's agent has asked for each model at the policy's address since `use_program`."""
+        return dict(self._endpoint.others.asked)
 
     async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
         session = self._session(request)

@@ -67,6 +67,8 @@ class AgentProgram:
         seconds: Longest run.
         memory_bytes: Of the process and all that it started, resident.
         auxiliary_models: Further models by name, which are not trained.
+        models: Who answers requests for a model of this name at the policy's address: `policy`, `auxiliary` or
+            `refuse`.
         config: AgentJet's settings, which its classes get.
         judge: The judge's endpoint, which its classes may ask.
         environment: Variables that it gets although their names are those of secrets.
@@ -83,6 +85,7 @@ class AgentProgram:
     seconds: float = 600.0
     memory_bytes: int = 4_000_000_000
     auxiliary_models: Mapping[str, ModelEndpoint] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     judge: ModelEndpoint | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -93,6 +96,16 @@ class AgentProgram:
     def name(self) -> str:
         """As users know it."""
         return self.workflow or " ".join(self.command)
+
+    def auxiliary_name(self, model: str) -> str | None:
+        """The key in `auxiliary_models` of what a client calls `model`: this key, or that of an endpoint's model."""
+        others = self.auxiliary_models
+        return model if model in others else next((name for name in others if others[name].model == model), None)
+
+    def answered_by(self, model: str) -> str | None:
+        """Who answers requests for this model at the policy's address; None for the policy as long as nothing says
+        so."""
+        return self.models.get(model) or ("auxiliary" if self.auxiliary_name(model) is not None else None)
 
     @property
     def is_of_agentjet(self) -> bool:

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from flywheel.training.program.agent_program import AgentProgram
+from flywheel.training.program.contract import is_number
 from flywheel.training.program.external_model import external_models
 
 ROOTS: Final = ("ajet", "astuner")
@@ -169,11 +170,11 @@ def _missing(module: str, name: str) -> Any:
 
 def function_of(cls: type, program: AgentProgram) -> Callable[..., Any] | None:
     """The function of the contract that runs a class: of a workflow or a judge of AgentJet; None for any other."""
-    settings = ForeignSettings(program.config)
     method = next((name for name in EXECUTE if inspect.iscoroutinefunction(getattr(cls, name, None))), None)
     if method is not None:
-        return _workflow_function(cls, method, settings)
-    return _judge_function(cls, settings) if callable(getattr(cls, "compute_reward", None)) else None
+        return _workflow_function(cls, method, program)
+    has_reward = callable(getattr(cls, "compute_reward", None))
+    return _judge_function(cls, ForeignSettings(program.config)) if has_reward else None
 
 
 class ForeignSettings(dict[str, Any]):
@@ -221,14 +222,16 @@ class AgentJetResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def _workflow_function(cls: Any, method: str, settings: ForeignSettings) -> Callable[..., Any]:
+def _workflow_function(cls: Any, method: str, program: AgentProgram) -> Callable[..., Any]:
     async def workflow(
         task: Any, model: Any, auxiliary_models: Mapping[str, Any] | None = None, logger: Any = None
     ) -> AgentJetResult:
         instance = cls()
-        tuner = _tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None), settings)
+        tuner = _tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None), program)
         # The name of the second parameter has changed.
         output = await getattr(instance, method)(_workflow_task(task), tuner)
+        if tuner.refusal:  # which it has caught
+            raise ValueError(tuner.refusal)
         answer = output.metadata.get("final_answer")
         if answer is None and output.metadata:
             answer = json.dumps(output.metadata, default=str, ensure_ascii=False)
@@ -287,25 +290,32 @@ def _number(reward: Any) -> float | None:
 def _metrics(output: Any) -> dict[str, float]:
     # ASTuner's output has none.
     given = getattr(output, "log_metrics", {})
-    logged = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    # Arrays are left out, as texts are.
+    logged = {name: value for name, value in given.items() if is_number(value) and not getattr(value, "ndim", 0)}
     return logged if output.is_success is None else {**logged, "is_success": float(output.is_success)}
 
 
 def _tuner(
-    task: Mapping[str, Any], model: Any, others: Mapping[str, Any], trainable: list[str] | None, config: Any
+    task: Mapping[str, Any], model: Any, others: Mapping[str, Any], trainable: list[str] | None, program: AgentProgram
 ) -> Tuner:
     """A tuner that is also the chat model itself: the workflows of ASTuner pass it to their agents."""
     model = _with_typed_parts(model)
     kind = type("ModelTuner", (Tuner, type(model)), {})
     tuner: Tuner = object.__new__(kind)
     vars(tuner).update(vars(model))
-    Tuner.__init__(tuner, task, model, others, trainable, config)
+    Tuner.__init__(tuner, task, model, others, trainable, program)
     return tuner
 
 
 class Tuner:
-    """What a workflow asks for its models. An agent whose `target_tag` is not trained uses its `debug_model`; a tag
-    that is a model's name in the configuration (`targets`, `rollout.auxiliary_models`) has that model."""
+    """What a workflow asks for its models. A `target_tag` that is a model's name in the configuration (`targets`,
+    `rollout.auxiliary_models`) has that model. An agent of any other tag that is not trained uses its `debug_model`,
+    if that has an address of its own, or else the auxiliary model of this name.
+
+    Attributes:
+        refusal: Why an agent got no model: only the policy could answer it, which its calls would train. Empty if
+            all got one.
+    """
 
     def __init__(
         self,
@@ -313,17 +323,22 @@ class Tuner:
         model: Any,
         others: Mapping[str, Any],
         trainable: list[str] | None,
-        config: Any,
+        program: AgentProgram,
     ) -> None:
         self._task, self._model, self._others, self._trainable = task, model, others, trainable
+        self._program = program
         self._registered: dict[str, Any] = {}
-        self.config = config
+        self.config = ForeignSettings(program.config)
+        self.refusal = ""
 
     def as_agentscope_model(self, agent_name: str = "", target_tag: str = "", debug_model: Any = None) -> Any:
-        """A chat model of AgentScope."""
-        if target_tag in self._others:
-            return _with_typed_parts(self._others[target_tag])
-        return self._model if self._is_trained(target_tag) else debug_model
+        """A chat model of AgentScope. Raises ValueError if only the policy could answer an agent that is not
+        trained."""
+        own = self._name_here(debug_model)
+        if own is None and target_tag not in self._others and not self._is_trained(target_tag):
+            return debug_model
+        name = self._answering(target_tag, own or "")
+        return self._model if name is None else _with_typed_parts(self._others[name])
 
     def register_model(self, target_name: str, default_model: Any = None) -> Any:
         """The chat model of a target, as in ASTuner: `default_model` where it is not trained."""
@@ -337,29 +352,57 @@ class Tuner:
         return self._registered[target_name]
 
     def as_oai_baseurl_apikey(self, agent_name: str = "", target_tag: str = "") -> SimpleNamespace:
-        """`base_url`, `api_key` and `model` of an OpenAI API."""
-        models = {**self._task.get("auxiliary_models", {}), **self._task.get("models", {})}
-        return SimpleNamespace(**models.get(target_tag, self._task["openai"]))
+        """`base_url`, `api_key` and `model` of an OpenAI API; without a tag the policy's. Raises ValueError as
+        `as_agentscope_model`."""
+        return self._address(self._answering(target_tag, "") if target_tag else None)
 
     def as_raw_openai_sdk_client(
         self, agent_name: str = "", target_tag: str = "", debug_model: str = "gpt-4o"
     ) -> Any:
-        """An `AsyncOpenAI` whose requests need not name a model."""
+        """An `AsyncOpenAI` whose requests need not name a model. Raises ValueError as `as_agentscope_model`."""
         from openai import AsyncOpenAI
 
-        at = self.as_oai_baseurl_apikey(agent_name, target_tag)
+        at = self._address(self._answering(target_tag, debug_model))
         client = AsyncOpenAI(base_url=at.base_url, api_key=at.api_key)
-        name = at.model if self._is_trained(target_tag) else debug_model
         create = client.chat.completions.create
 
         async def create_by_default(**parameters: Any) -> Any:
-            return await create(**{**parameters, "model": name})
+            return await create(**{**parameters, "model": at.model})
 
         client.chat.completions.create = create_by_default  # type: ignore[method-assign]
         return client
 
     def _is_trained(self, target: str) -> bool:
         return not self._trainable or target in self._trainable
+
+    def _answering(self, target: str, debug_model: str) -> str | None:
+        """The name of the configured model that answers agents of a target; None for the policy."""
+        if target in self._others:
+            return target
+        if self._is_trained(target):
+            return None
+        if (found := self._program.auxiliary_name(debug_model or target)) is None:
+            self.refusal = (
+                f"{self._program.workflow} trains {' and '.join(self._trainable or ())}: its agent with target_tag"
+                f" {target!r} and debug_model {debug_model!r} would be answered by the policy, and trained. Add a"
+                " model of either name to rollout.auxiliary_models, or the tag to trainable_targets"
+            )
+            raise ValueError(self.refusal)
+        return found
+
+    def _address(self, name: str | None) -> SimpleNamespace:
+        models = {**self._task["auxiliary_models"], **self._task["models"]}
+        return SimpleNamespace(**(self._task["openai"] if name is None else models[name]))
+
+    def _name_here(self, debug_model: Any) -> str | None:
+        """The name under which a debug model asks at the policy's address, where `$OPENAI_BASE_URL` leads; None for
+        one with an address of its own."""
+        if debug_model is None or isinstance(debug_model, str):
+            return debug_model or ""
+        at = str(getattr(getattr(debug_model, "client", debug_model), "base_url", ""))
+        if at.rstrip("/") != self._task["openai"]["base_url"].rstrip("/"):
+            return None
+        return str(getattr(debug_model, "model_name", "") or getattr(debug_model, "model", ""))
 
 
 def _with_typed_parts(model: Any) -> Any:

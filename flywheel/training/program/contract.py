@@ -130,7 +130,7 @@ def fields_of(
 ) -> tuple[float | None, str | None, dict[str, float]]:
     """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
     That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
-    if _is_number(returned):
+    if is_number(returned):
         return _reward(returned), None, {}
     if returned is None:
         raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
@@ -151,7 +151,7 @@ def fields_of(
 
 def response_of(returned: Any) -> Any:
     """The response of what a function returned, as it is: a judge function gets it unchanged."""
-    return None if _is_number(returned) else _field(returned, "response")
+    return None if is_number(returned) else _field(returned, "response")
 
 
 def text_of(response: Any) -> str | None:
@@ -218,7 +218,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
-_OURS: Final = (__file__, str(Path(__file__).with_name("program_child.py")), "<frozen importlib._bootstrap>")
+_OURS: Final = {*map(str, Path(__file__).parent.glob("*.py")), "<frozen importlib._bootstrap>"}
 _PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
 
 
@@ -304,8 +304,8 @@ def _text(response: Any, needed: bool) -> str | None:
     return None if text is None else text.encode(errors="replace").decode()
 
 
-def _is_number(value: Any) -> bool:
-    # Also those of NumPy and tensors of one element.
+def is_number(value: Any) -> bool:
+    """Also for those of NumPy and tensors of one element."""
     return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, _PLAIN))
 
 
@@ -318,7 +318,7 @@ def _reward(value: Any) -> float:
 
 def _finite(value: Any, what: str) -> float:
     try:
-        number = float(value) if _is_number(value) else math.nan
+        number = float(value) if is_number(value) else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):

@@ -47,10 +47,8 @@ def external_models(program: AgentProgram) -> Callable[..., Callable[..., dict[s
 
 def _endpoint(program: AgentProgram, model: str) -> ModelEndpoint:
     """That of the auxiliary model of this name, or else the judge's."""
-    others = program.auxiliary_models
-    found = others.get(model) or next((each for each in others.values() if each.model == model), None)
-    if found is not None:
-        return found
+    if (name := program.auxiliary_name(model)) is not None:
+        return program.auxiliary_models[name]
     if program.judge is None:
         raise RuntimeError(f"no endpoint has the model {model}: add it to rollout.auxiliary_models")
     return ModelEndpoint(program.judge.base_url, model, program.judge.api_key)

@@ -34,6 +34,7 @@ from flywheel.judge.rubric.checks.math_equal import MathEqual
 from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets, is_sendable, redact_secrets, whole_url
+from flywheel.serving.server.vllm_command import base_name
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
 from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
@@ -316,6 +317,7 @@ def program_of(config: Config) -> AgentProgram | None:
             name: ModelEndpoint(whole_url(model.base_url), model.model, **_key(name, model.api_key_env))
             for name, model in rollout.auxiliary_models.items()
         },
+        models=dict.fromkeys((base_name(config.model.base), *config.aliases), "policy") | rollout.models,
         environment={name: _variable(name) for name in rollout.agent_environment},
         needs_response=rollout.reward is not None and rollout.reward.rubric > 0,
         needs_reward=rollout.reward is not None and rollout.reward.workflow > 0,

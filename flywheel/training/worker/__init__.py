@@ -77,6 +77,8 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         catch_signals()
         try:
             result = whole.run()
+            with contextlib.suppress(TrainError):  # all engines may be lost by now
+                whole.note_models()
         finally:
             if not isinstance(sys.exception(), Stopped):
                 ray_cluster.stop(whole.started)

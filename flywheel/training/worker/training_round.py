@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,6 +55,7 @@ from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.rollout_grading import Pause, has_judge, rubric_of, without_judge
 from flywheel.training.optim.round_steps import roll_out_only, step_requests
 from flywheel.training.optim.trainer import Trainer
+from flywheel.training.program.other_models import listed, undecided
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
@@ -94,6 +96,7 @@ class Round:
         # Steps use the numbers before these: an engine must never get one twice.
         self._numbers = itertools.count(settings.training.steps + 1)
         self._frozen: dict[str, LoadedAdapter | None] | None = None
+        self._noted_models: set[str] = set()
         self.engines: list[Any] = []
         """Without those that are lost, see `lost_engines`."""
         self.started: list[Any] = []
@@ -198,6 +201,21 @@ class Round:
         found, *_ = ray_cluster.everywhere(self.engines, lambda engine: engine.use_program.remote(settings, setup))
         log.info("the agent of rollouts: %s", found)
 
+    def note_models(self) -> dict[str, int]:
+        """How often the user's agent has asked for each model so far. Logs new names, and warns once a round of each
+        that the policy answers only because nothing says who does."""
+        asked: Counter[str] = Counter()
+        if self.program is not None:
+            for found in ray_cluster.everywhere(self.engines, lambda engine: engine.asked_models.remote()):
+                asked.update(found)
+            new = {name: times for name, times in asked.items() if name not in self._noted_models}
+            self._noted_models |= new.keys()
+            if new:
+                log.info("models that the agent asks for: %s", listed(new))
+            if why := undecided(self.program, new):
+                log.warning("%s", why)
+        return dict(asked)
+
     @property
     def frozen(self) -> list[FrozenTarget]:
         """The targets that the user's agent may ask beside the one that is trained."""
@@ -273,11 +291,12 @@ class Round:
             self.suites = [(suite, self._asked_of(suite)) for suite in self.spec.suites]
         if prompts:
             log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
-        about: dict[str, str] = {}
+        about: dict[str, Any] = {}
         if self.program is not None:
             with self._timed("trial"):
                 asked_now = prompts or self.asked(self.spec.held_out).prompts
-                about = self._decide_reward(self._try_program(asked_now))
+                run = self._try_program(asked_now)
+                about = {"models": self.note_models(), **self._decide_reward(run)}
         if self.spec.evaluates:
             self.left_out = gate.left_out
             return self._evaluate(gate.prompts)
@@ -329,7 +348,7 @@ class Round:
         copy_adapter(made, self.directory / ADAPTER_DIR)
         return adapter_of(self.spec.round_id, self.directory / ADAPTER_DIR)
 
-    def _gated(self, made: Path, held_out: list[Prompt], about: Mapping[str, str], **figures: Any) -> RoundResult:
+    def _gated(self, made: Path, held_out: list[Prompt], about: Mapping[str, Any], **figures: Any) -> RoundResult:
         """The result, with other `figures`, of the adapter in the folder `made`, compared with the parent. `about` is
         for `metrics.jsonl`."""
         adapter = self._kept(made)

@@ -22,7 +22,12 @@ from tests.sources.studio.writer import DATA, labels
 WORKFLOWS = """
 import json
 import urllib.request
+from types import SimpleNamespace
 
+import numpy
+from agentscope.credential import OpenAICredential
+from agentscope.message import UserMsg
+from agentscope.model import OpenAIChatModel
 from ajet import AjetTuner, Workflow, WorkflowOutput, WorkflowTask
 from ajet.utils.robust_dashscope import RobustDashScopeChatModel
 from pydantic import Field
@@ -59,13 +64,49 @@ class OfAgents(Workflow):
     trainable_targets: list[str] | None = Field(default=["planner"], description="those that are trained")
 
     async def execute(self, workflow_task, tuner):
+        elsewhere = SimpleNamespace(model="debug", base_url="http://127.0.0.1:2/v1")
         models = [
-            tuner.as_agentscope_model(agent_name="a", target_tag="planner", debug_model="debug"),
-            tuner.as_agentscope_model(agent_name="b", target_tag="writer", debug_model="debug"),
-            tuner.as_agentscope_model(agent_name="c", target_tag="other", debug_model="debug"),
+            tuner.as_agentscope_model(agent_name="a", target_tag="planner", debug_model=elsewhere),
+            tuner.as_agentscope_model(agent_name="b", target_tag="writer", debug_model=elsewhere),
+            tuner.as_agentscope_model(agent_name="c", target_tag="other", debug_model=elsewhere),
         ]
-        names = [each if isinstance(each, str) else each.model for each in models]
-        return WorkflowOutput(metadata={"final_answer": " ".join(names)})
+        return WorkflowOutput(metadata={"final_answer": " ".join(each.model for each in models)})
+
+
+class Debugs(Workflow):
+    trainable_targets: list[str] | None = ["planner"]
+
+    async def execute(self, workflow_task, tuner):
+        metadata = workflow_task.task.metadata
+        try:
+            said = await self.ask(tuner, metadata["way"], metadata["debug_model"])
+        except ValueError:
+            if not metadata.get("catches"):
+                raise
+            said = "Sorry"
+        await tuner.as_raw_openai_sdk_client(target_tag="planner").chat.completions.create(messages=MESSAGES)
+        return WorkflowOutput(reward=0.0, metadata={"final_answer": said})
+
+    async def ask(self, tuner, way, debug_model):
+        if way == "client":
+            client = tuner.as_raw_openai_sdk_client(target_tag="writer", debug_model=debug_model)
+            reply = await client.chat.completions.create(messages=MESSAGES)
+            return reply.choices[0].message.content
+        if way == "address":
+            return tuner.as_oai_baseurl_apikey(target_tag=debug_model).model
+        if way == "object":
+            credential = OpenAICredential(api_key="none")
+            debug_model = OpenAIChatModel(credential=credential, model=debug_model, stream=False)
+        model = tuner.as_agentscope_model(target_tag="writer", debug_model=debug_model)
+        reply = await model([UserMsg(name="user", content="Hello")])
+        return reply.content[0].text
+
+
+class Measures(Workflow):
+    async def execute(self, workflow_task, tuner):
+        found = {"loss": numpy.float32(0.5), "tokens": numpy.int64(7), "one": numpy.array(2.0), "is": True}
+        more = {"each": numpy.ones(2), "text": "7"}
+        return WorkflowOutput(metadata={"final_answer": "7"}, log_metrics=found | more)
 
 
 class UsesMore(Workflow):
@@ -206,6 +247,64 @@ async def test_an_agent_of_another_target_has_its_own_model(tmp_path: Path) -> N
         tmp_path, "OfAgents", others={"writer": ModelEndpoint("http://127.0.0.1:1/v1", "writer-model")}
     )
     assert (result.error, result.response) == ("", "my-agent writer-model debug")
+
+
+def debugging(way: str, debug_model: str | None, **metadata: Any) -> dict[str, Any]:
+    return {**TASK, "metadata": {"way": way, "debug_model": debug_model, **metadata}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "debug_model"), [("client", "big"), ("name", "gpt-4o"), ("object", "gpt-4o"), ("address", "big")]
+)
+async def test_an_agent_that_is_not_trained_has_the_auxiliary_model_of_its_debug_model(
+    tmp_path: Path, way: str, debug_model: str
+) -> None:
+    """By the key of that model, or by the name that its endpoint has for it."""
+    other = Recorder(ScriptedModel())
+    with running(other) as url:
+        others = {"big": ModelEndpoint(f"{url}/v1", "gpt-4o", "key-1")}
+        result, sent = await run(tmp_path, "Debugs", task=debugging(way, debug_model), others=others)
+    assert result.error == ""
+    # The policy has only the trained agent's call.
+    assert [(each["model"], each["messages"][-1]["content"]) for each in sent] == [
+        ("my-agent", "What is 12 times 34?")
+    ]
+    if way == "address":
+        assert result.response == "gpt-4o"
+    else:
+        assert [each["model"] for each in other.requests] == ["gpt-4o"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "debug_model"), [("client", "gpt-4o"), ("name", None), ("object", "gpt-4o"), ("address", "x")]
+)
+async def test_an_agent_that_only_the_policy_could_answer_is_refused_by_name(
+    tmp_path: Path, way: str, debug_model: str | None
+) -> None:
+    result, sent = await run(tmp_path, "Debugs", task=debugging(way, debug_model))
+    assert (result.cause, sent) == ("raised", [])
+    tag, named = ("x", "") if way == "address" else ("writer", debug_model or "")
+    for part in (
+        "project.workflows->Debugs trains planner: its agent with target_tag",
+        f"{tag!r} and debug_model {named!r} would be answered by the policy, and trained. Add a model of either name",
+        "(workflows.py, line",
+    ):
+        assert part in result.error
+
+
+@pytest.mark.slow
+async def test_a_workflow_that_catches_the_refusal_is_refused_as_well(tmp_path: Path) -> None:
+    result, sent = await run(tmp_path, "Debugs", task=debugging("client", "gpt-4o", catches=True))
+    assert (result.cause, result.reward, len(sent)) == ("raised", None, 1)
+    assert "project.workflows->Debugs trains planner: its agent with target_tag 'writer'" in result.error
+
+
+@pytest.mark.slow
+async def test_numbers_of_numpy_are_metrics(tmp_path: Path) -> None:
+    result, _ = await run(tmp_path, "Measures")
+    assert (result.error, result.metrics) == ("", {"loss": 0.5, "tokens": 7.0, "one": 2.0, "is": 1.0})
 
 
 @pytest.mark.slow

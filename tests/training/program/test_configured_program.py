@@ -34,6 +34,7 @@ def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             reward_function="agents.rewards:judge",
             reward={"rubric": 1, "workflow": 0.5},
             auxiliary_models={"user": {"base_url": "http://h/v1", "model": "m", "api_key_env": "USER_MODEL_KEY"}},
+            models={"m": "auxiliary", "gpt-4o": "refuse"},
         )
     )
     assert program == AgentProgram(
@@ -45,12 +46,42 @@ def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seconds=30.0,
         memory_bytes=2_500_000_000,
         auxiliary_models={"user": ModelEndpoint("http://h/v1", "m", "sk-1")},
+        models={"Qwen/Qwen3-4B": "policy", "my-agent": "policy", "m": "auxiliary", "gpt-4o": "refuse"},
         environment={"SEARCH_API_KEY": "sk-2"},
         needs_response=True,
         needs_reward=True,
     )
     assert "sk-1" not in repr(program)
     assert "sk-2" not in repr(program)
+
+
+def test_who_answers_a_name_is_the_setting_or_follows_from_the_name(tmp_path: Path) -> None:
+    others = {"user": {"base_url": "http://h/v1", "model": "gpt-4o-mini"}}
+    program = program_of(config(tmp_path, auxiliary_models=others))
+    assert program is not None
+    names = ("my-agent", "Qwen/Qwen3-4B", "user", "gpt-4o-mini", "gpt-9")
+    assert [program.answered_by(name) for name in names] == ["policy", "policy", "auxiliary", "auxiliary", None]
+    decided = program_of(config(tmp_path, auxiliary_models=others, models={"user": "policy", "gpt-9": "refuse"}))
+    assert decided is not None
+    assert [decided.answered_by(name) for name in names] == ["policy", "policy", "policy", "auxiliary", "refuse"]
+
+
+@pytest.mark.parametrize(
+    ("models", "why"),
+    [
+        ({"gpt-9": "auxiliary"}, "gpt-9: auxiliary_models has no model of that name"),
+        ({"my-agent": "refuse"}, "my-agent is an alias, which its own model answers: remove it there"),
+        ({"gpt-9": "trained"}, "models.gpt-9"),
+    ],
+)
+def test_a_setting_that_nothing_could_follow_is_refused(tmp_path: Path, models: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config(tmp_path, models=models)
+
+
+def test_names_of_models_are_for_the_users_agent(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="models is for your own agent"):
+        parse({"rollout": {"agent": "recorded", "models": {"gpt-9": "refuse"}}}, "flywheel.yaml", tmp_path)
 
 
 def test_classes_of_agentjet_get_its_settings_and_the_judges_endpoint(

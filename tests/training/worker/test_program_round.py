@@ -23,11 +23,23 @@ pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 NOWHERE = "http://127.0.0.1:9/v1"
 TWO_AGENTS = Path(__file__).parents[2] / "demo" / "two_agents.py"
 LEAVING = """
+import contextlib
+import json
 import subprocess
+import urllib.error
+import urllib.request
+
 import two_agents
+
+TRIED = 3  # tasks before training, at most
 
 
 async def run(task, model, auxiliary_models):
+    if int(task["task_id"].rpartition("-")[2]) >= TRIED:
+        # It cannot be answered, but its name is noted.
+        body = json.dumps({"model": "gpt-9", "messages": 5}).encode()
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(urllib.request.Request(task["openai"]["base_url"] + "/chat/completions", body))
     found = await two_agents.run(task, model, auxiliary_models)
     said = found["response"]
     if sum(map(ord, said)) % 5 == 0:
@@ -130,6 +142,15 @@ def test_the_reward_of_the_workflow_alone_counts_as_its_first_run_decides(planne
     [training] = [line for line in planner.metrics if line.get("phase") == "training"]
     assert training["reward_by"].startswith("the agent returns a reward and no response: its reward alone counts")
     assert sum(planner.result.usage[name] for name in ("judge_calls", "judge_prompt_tokens")) == 0
+
+
+def test_names_of_models_are_listed_at_the_start_and_warned_of_once(planner: Done) -> None:
+    [training] = [line for line in planner.metrics if line.get("phase") == "training"]
+    assert set(training["models"]) == {"planner-agent", "solver-agent"}
+    log = (planner.directory / "worker.log").read_text()
+    assert "models that the agent asks for: planner-agent " in log
+    # Only runs behind the first ones ask for it.
+    assert log.count("the agent asks for gpt-9 ") == 1
 
 
 @pytest.mark.extended

@@ -21,15 +21,20 @@ from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
+from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
+from flywheel.training.optim.rollout_grading import without_judge
 from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.worker.training_round import Round
+from tests.agents.scripted_model import ScriptedModel
 from tests.factories.engine import strange_adapter
 from tests.factories.task import round_task
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
+from tests.serving.fake_vllm import running
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
 
@@ -37,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = 40
 ALIAS = "my-agent"
+NOWHERE = "http://127.0.0.1:9/v1"
 WORKFLOW = """
 import asyncio, json, urllib.error, urllib.request
 
@@ -49,6 +55,7 @@ def ask(messages, model):
 
 
 async def run(task, model, logger=None):
+    names = task["metadata"].get("names", ())
     does = task["metadata"].get("does", "")
     if does == "no call":
         return {"response": "7", "reward": 1.0}
@@ -56,6 +63,8 @@ async def run(task, model, logger=None):
     said = ask(messages, task["openai"])
     if does == "raise":
         raise RuntimeError("the shop is closed")
+    if does == "ask by name":
+        return {"response": json.dumps([said, *(ask(messages, {**task["openai"], "model": name}) for name in names)])}
     if does == "ask others":
         others = [ask(list(task["prompt"]), task["models"][name]) for name in ("writer", "critic")]
         return {"response": json.dumps([said, *others])}
@@ -237,6 +246,40 @@ def test_other_targets_answer_with_their_adapters_and_are_not_trained(
         assert json.loads(found.text)[0] == mine
         assert not as_served or json.loads(found.text) == [mine, theirs, base]
     ray_cluster.wait([engine.unload.remote(adapter) for adapter in (own, other)])
+
+
+def test_names_that_nothing_decides_are_warned_of_once_a_round(
+    engine: Any, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy answers them, and is trained on them; an auxiliary model's name is answered by it alone."""
+    with running(ScriptedModel()) as url:
+        others = {"user": {"base_url": f"{url}/v1", "model": "small"}}
+        rollout = rollout_settings(folder, auxiliary_models=others)
+        given = round_spec(NOWHERE).settings
+        given["rollout"] |= rollout
+        spec = round_spec(NOWHERE, settings=given)
+        whole = Round(spec, tmp_path, settings_of(spec), without_judge)
+        whole.engines = [engine]
+        use(engine, rollout)
+        [asked] = prompts(engine, 1, does="ask by name", names=["user", "gpt-9"])
+        with caplog.at_level("INFO"):
+            [found] = generate(engine, [asked])
+            assert json.loads(found.text)[1].startswith("You asked: ")
+            assert (found.error, found.turns) == ("", 2)
+            assert whole.note_models() == {ALIAS: 1, "user": 1, "gpt-9": 1}
+            generate(engine, [asked])
+            assert whole.note_models()["gpt-9"] == 2
+            [other] = prompts(engine, 1, does="ask by name", names=["gpt-9", "gpt-10"])
+            generate(engine, [other])
+            whole.note_models()
+    noted = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("worker")]
+    assert [text.partition(", which")[0] for _, text in noted] == [
+        f"models that the agent asks for: {ALIAS} 1 time, user 1 time, gpt-9 1 time",
+        "the agent asks for gpt-9 1 time",
+        "models that the agent asks for: gpt-10 1 time",
+        "the agent asks for gpt-10 1 time",
+    ]
+    assert [level for level, _ in noted] == ["INFO", "WARNING"] * 2
 
 
 def graded(shown: Exchange) -> Verdict:
