@@ -127,6 +127,13 @@ async def check(
                     unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
             if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
                 problems.append(f"its judge rewards none of {quantity(replayed, 'accepted answer')}")
+            notes = [*pool.notes]
+            if result.idle_threads:
+                threads = quantity(len(result.idle_threads), "thread that runs", "threads that run")
+                notes.append(
+                    f"after the run, its process has {threads} none of its code ({', '.join(result.idle_threads)}),"
+                    " which costs nothing; a process in which one calls the model after its run is replaced"
+                )
             return Checked(
                 function,
                 str(task.get("task_id") or ""),
@@ -134,7 +141,7 @@ async def check(
                 proxy.calls,
                 result,
                 problems,
-                pool.notes,
+                notes,
                 replayed,
                 unmatched,
             )
