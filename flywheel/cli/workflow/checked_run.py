@@ -131,8 +131,8 @@ async def check(
             if result.idle_threads:
                 threads = quantity(len(result.idle_threads), "thread that runs", "threads that run")
                 notes.append(
-                    f"after the run, its process has {threads} none of its code ({', '.join(result.idle_threads)}),"
-                    " which costs nothing; a process in which one calls the model after its run is replaced"
+                    f"after the run, its process has {threads} none of its code: {', '.join(result.idle_threads)}."
+                    " That costs nothing, unless one calls the model"
                 )
             return Checked(
                 function,

@@ -283,7 +283,10 @@ async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
 @pytest.mark.slow
 async def test_a_thread_that_goes_on_does_not_keep_a_child(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
-    assert (await pool.run({"case": "starts a thread"}, MODELS, "policy")).reward == 1.0
+    result = await pool.run({"case": "starts a thread"}, MODELS, "policy")
+    assert result.cause == "left_threads"
+    assert result.error.startswith("it left a thread running: Thread-")
+    assert " in loop (agent.py). End what it starts" in result.error
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
