@@ -179,7 +179,7 @@ async def test_an_error_of_the_engine_is_remembered_unless_a_retry_is_answered()
     assert rollout.fault == failed, "an answer to something else mends nothing"
     await rollout.complete(asking("a"), attempt=0)
     assert rollout.fault is None
-    rollout = session(ScriptedApplication((503, {"error": "away"}), answered(message())))
+    rollout = session(ScriptedApplication((503, {"error": "away"}), answered(message())), frozen={"write": None})
     for text, fault in (("a", "engine_error"), ("a", None)):
         await rollout.complete(asking(text, model="write"))
         assert (rollout.fault and rollout.fault[0]) == fault
