@@ -210,11 +210,15 @@ class ChildPool(Generic[Child]):
         self.close = weakref.finalize(self, _end_all, self._idle)
 
     @contextlib.contextmanager
-    def child(self, start: Callable[[], Child]) -> Iterator[Child]:
-        """An idle child, or a new one from `start`. Afterwards it is idle again, unless it was ended."""
+    def child(
+        self, start: Callable[[], Child], is_usable: Callable[[Child], bool] = lambda _: True
+    ) -> Iterator[Child]:
+        """An idle child, or a new one from `start`. Afterwards it is idle again, unless it was ended. Idle ones that
+        are not usable are ended."""
         with self._free:
             try:
-                child = self._idle.pop()
+                while not is_usable(child := self._idle.pop()):
+                    child.end()
             except IndexError:
                 child = start()
             try:

@@ -23,7 +23,9 @@ from tests.serving.fake_vllm import running
 AGENT = f"{EXAMPLES / 'workflow' / 'agent.py'}:run"
 TASKS = EXAMPLES / "workflow" / "tasks.jsonl"
 OTHERS = """
+import asyncio
 import json
+import threading
 import urllib.error
 import urllib.request
 
@@ -83,6 +85,15 @@ async def nothing(task, model):
 
 def sync(task, model):
     return 1.0
+
+
+async def pooled(task, model):
+    return {"response": await asyncio.to_thread(ask, task)}
+
+
+async def timed(task, model):
+    threading.Timer(1000, ask, [task]).start()
+    return {"response": ask(task)}
 """
 JUDGE = """
 import re
@@ -153,6 +164,15 @@ def test_a_number_alone_is_the_reward(flywheel: Run, url: str, others: Path, row
     assert ran.code == 0, ran.err
     assert "reward    0.5 (the agent returns a reward and no response: its reward alone counts" in ran.out
     assert "A round can use it." in ran.out
+
+
+@pytest.mark.slow
+def test_threads_that_stay_after_a_run_are_listed(flywheel: Run, url: str, others: Path, row: Path) -> None:
+    ran = flywheel("workflow", "check", f"{others}:pooled", "--task", row, "--url", url)
+    assert ran.code == 0, ran.err
+    assert "note      after the run, its process has 1 thread that runs none of its code: asyncio_0." in ran.out
+    ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", url)
+    assert "note" not in ran.out
 
 
 @pytest.fixture
@@ -272,6 +292,7 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
         ("silent", "it did not call the model"),
         ("not_a_number", "the run failed (not_a_number)"),
         ("nothing", "it returned neither a reward nor a response with a text"),
+        ("timed", "the run failed (left_threads): it left a thread running: Thread-"),
     ],
 )
 def test_what_a_round_would_fail_on(

@@ -156,6 +156,8 @@ def test_a_pool_starts_as_many_as_are_needed_and_replaces_what_ended(start: Star
     with pool.child(lambda: start("serve(answer)")) as one, pool.child(lambda: start("serve(answer)")) as other:
         assert child not in (one, other)
         assert [one.ask(b"b", 60), other.ask(b"b", 60)] == [b"bb", b"bb"]
+    with pool.child(lambda: start("serve(answer)"), lambda each: each is not one) as third:
+        assert third is other
+        assert one.has_ended
     pool.close()
-    assert one.has_ended
     assert other.has_ended

@@ -132,6 +132,12 @@ async def check(
                     unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
             if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
                 problems.append(f"its judge rewards none of {quantity(replayed, 'accepted answer')}")
+            if result.idle_threads:
+                threads = quantity(len(result.idle_threads), "thread that runs", "threads that run")
+                notes.append(
+                    f"after the run, its process has {threads} none of its code: {', '.join(result.idle_threads)}."
+                    " That costs nothing, unless one calls the model"
+                )
             return Checked(
                 function,
                 str(task.get("task_id") or ""),

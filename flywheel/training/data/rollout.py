@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, get_args
 
 from flywheel.errors import TrainError
-from flywheel.records.program_run import RunResult
+from flywheel.records.program_run import ENGINE_FAULTS, RunResult
 from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange, Verdict, is_within_share
@@ -147,7 +147,8 @@ class Completion:
         loop: What a message repeats that was cut off at its limit of tokens, in words; empty if none does.
         error: Why there is nothing to grade; empty if there is.
         run: What the user's agent returned, if it is one.
-        cause: Why the user's agent failed, in a word: a `FailureCause`, or `no_calls`. There is an `error` then, too.
+        cause: Why the user's agent failed, in a word: a `FailureCause`, a `CallFault`, or `no_calls`. There is an
+            `error` then, too.
         system_prompts: Those with which the user's agent called the policy.
     """
 
@@ -168,8 +169,8 @@ class Completion:
 
     @property
     def needs_reward(self) -> bool:
-        """False if it ended by a miss, or because the user's agent failed."""
-        return not self.missed and not self.cause
+        """False if it ended by a miss, or because the user's agent failed, and not the engine."""
+        return not self.missed and (not self.cause or self.cause in ENGINE_FAULTS)
 
     @property
     def has_called(self) -> bool:
@@ -332,7 +333,7 @@ class RolloutBatch:
 
     @property
     def failed(self) -> Counter[str]:
-        """Number of rollouts in which the user's agent failed, by cause."""
+        """Number of rollouts in which the user's agent failed, or the engine that it asked, by cause."""
         return Counter(rollout.completion.cause for rollout in self.rollouts if rollout.completion.cause)
 
     @property
@@ -405,7 +406,7 @@ class RolloutBatch:
 
     def refuse_failed(self, max_share: float) -> None:
         """Raise TrainError when the user's agent failed in a larger share of the rollouts."""
-        failed = [rollout for rollout in self.rollouts if rollout.completion.cause]
+        failed = [each for each in self.rollouts if each.completion.cause and not each.completion.needs_reward]
         if is_within_share(len(failed), len(self.rollouts), max_share):
             return
         raise TrainError(
@@ -452,13 +453,14 @@ class RolloutBatch:
         if not programs:
             return {}
         ended = [each.run for each in programs if each.run is not None and not each.cause]
+        late = Counter(late_call=sum(each.run.late_calls for each in programs if each.run is not None))
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         for run in ended:
             for name, value in run.metrics.items():
                 metrics[name].append(value)
         return {
             "program": {
-                "failures": dict(self.failed.most_common()),
+                "failures": dict((self.failed + late).most_common()),
                 "reward_mean": mean([run.reward for run in ended if run.reward is not None]),
                 "metrics": {name: mean(values) for name, values in sorted(metrics.items())},
                 "seconds_mean": mean([run.seconds for run in ended]),

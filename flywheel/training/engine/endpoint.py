@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -36,6 +36,8 @@ class RolloutEndpoint:
     def __init__(self) -> None:
         self.others = OtherModels(AgentProgram())
         self._sessions: dict[str, Session] = {}
+        self._refused: set[str] = set()
+        """What was asked for and belongs to no rollout, by digest."""
         self._server: BackgroundServer | None = None
         self._port = 0
 
@@ -68,9 +70,14 @@ class RolloutEndpoint:
         session.close()
         return session
 
+    def was_called_late(self, url: str) -> bool:
+        """Whether a call came to this base URL after its rollout had ended."""
+        return _digest(url.split("/")[-2]) in self._refused
+
     async def _complete(self, request: Request) -> Response:
-        session = self._sessions.get(_digest(request.path_params["secret"]))
+        session = self._sessions.get(digest := _digest(request.path_params["secret"]))
         if session is None:
+            self._refused.add(digest)
             return await _not_found()
         try:
             body = json.loads(await request.body())
@@ -80,7 +87,7 @@ class RolloutEndpoint:
             return _error(400, "the body is not a JSON object", "BadRequestError")
         count = request.headers.get("x-stainless-retry-count", "")
         attempt = int(count) if count.isdecimal() else None
-        answering = asyncio.ensure_future(self._answer(session, body, attempt))
+        answering = asyncio.ensure_future(self._answer(request, session, body, attempt))
         leaving = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -93,12 +100,15 @@ class RolloutEndpoint:
             answering.cancel()
             leaving.cancel()
 
-    async def _answer(self, session: Session, body: Mapping[str, Any], attempt: int | None) -> Response:
+    async def _answer(
+        self, request: Request, session: Session, body: Mapping[str, Any], attempt: int | None
+    ) -> Response:
         if (found := await self.others.answer(body, is_retry=bool(attempt))) is not None:
             return found
         reply = await session.complete(body, attempt=attempt)
         if reply.status == 200 and body.get("stream"):
-            return StreamingResponse(_events(body, reply.body), media_type="text/event-stream")
+            events = _streamed(request, _events(body, reply.body), session.stream(body))
+            return StreamingResponse(events, media_type="text/event-stream")
         return _json(reply)
 
     async def _models(self, request: Request) -> Response:
@@ -141,6 +151,18 @@ def _events(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]
     if with_usage:
         yield event([], usage=answer.get("usage"))
     yield "data: [DONE]\n\n"
+
+
+async def _streamed(request: Request, events: Iterator[str], sent: Callable[[], None]) -> AsyncIterator[str]:
+    """Calls `sent` before the last two events, because a client may be done with the answer once it has one."""
+    *most, finish, last = events
+    # The server sends an empty one only after what it holds of those before.
+    for event in (*most, ""):
+        yield event
+    if not await request.is_disconnected():
+        sent()
+    yield finish
+    yield last
 
 
 async def _disconnected(request: Request) -> None:

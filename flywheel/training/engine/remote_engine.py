@@ -29,6 +29,7 @@ from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import Limits
+from flywheel.training.engine.session import OF_REQUEST
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ REFUSALS: Final[Mapping[int, str]] = {
     404: "Check --model and --base-url, which is the API's root, such as http://127.0.0.1:8000/v1.",
 }
 """Statuses that every other call would get too, until one was answered, with the remedy."""
-OF_REQUEST: Final = (400, 413, 422)
-"""Statuses that concern one request, such as a prompt that is too long, once others were answered."""
 OF_ENGINE: Final = (
     "model", "n", "seed", "logprobs", "top_logprobs", "return_token_ids", "include_reasoning",
 )  # fmt: skip

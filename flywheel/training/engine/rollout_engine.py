@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.config.file import Config
+from flywheel.records.program_run import RunResult
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine.endpoint import RolloutEndpoint
@@ -56,7 +57,9 @@ class RolloutEngine:
         self._program, self._endpoint.others = setup, OtherModels(program)
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
-        self._pool = ProgramPool(program, workers=config.rollout.workers)
+        self._pool = ProgramPool(
+            program, workers=config.rollout.workers, was_called_late=self._endpoint.was_called_late
+        )
         return await asyncio.to_thread(self._pool.start)
 
     def asked_models(self) -> dict[str, int]:
@@ -81,11 +84,16 @@ class RolloutEngine:
             model=setup.models[setup.trained],
             frozen=setup.frozen,
         )
-        url = self._endpoint.open(session)
-        try:
-            return await program_rollout.roll_out(request, session, url, self._pool.run, setup)
-        finally:
-            self._endpoint.close(url)
+        pool, url = self._pool, self._endpoint.open(session)
+
+        async def run(*arguments: Any) -> RunResult:
+            try:
+                return await pool.run(*arguments)
+            finally:
+                # At once: what threads of the run ask from now on is refused, and noted.
+                self._endpoint.close(url)
+
+        return await program_rollout.roll_out(request, session, url, run, setup)
 
     def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
         """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""

@@ -10,10 +10,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flywheel.errors import TrainError
+from flywheel.records.program_run import CallFault
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.samples import CallTokens, identity_of, message_identity
@@ -27,6 +28,8 @@ PASSED: Final = (
     "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
 )  # fmt: skip
 """What a client decides about its requests. The rest, with all sampling, is the rollout's."""
+OF_REQUEST: Final = (400, 413, 422)
+"""Statuses that concern one request, such as a prompt that is too long. Others but 200 are errors of the engine."""
 NO_LOGPROB: Final = -9999.0
 """vLLM's chat endpoint returns this for a logprob of minus infinity."""
 
@@ -55,12 +58,21 @@ class SessionReply:
         )
 
 
-@dataclass(slots=True)
-class _CallInFlight:
-    """A call in flight, or the last one with this body. `waiting` clients have not received its reply."""
+@dataclass(slots=True, eq=False)
+class _Unanswered:
+    """What was asked, and what it is if no answer comes. `waiting` clients have not received the reply."""
 
-    task: asyncio.Task[SessionReply]
+    key: str
+    fault: CallFault = "abandoned_call"
+    why: str = "it was given up before the engine had answered"
     waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _CallInFlight(_Unanswered):
+    """A call in flight, or the last one with this body."""
+
+    task: asyncio.Task[SessionReply] = field(kw_only=True)
     is_delivered: bool = False
 
 
@@ -110,6 +122,7 @@ class Session:
         self._forced["model"] = _name(adapter)
         self._recorded: list[CallTokens] = []
         self._known: dict[str, _CallInFlight] = {}
+        self._unanswered: list[_Unanswered] = []
         self._is_closed = False
 
     @property
@@ -119,6 +132,19 @@ class Session:
         if texts is None:
             return tuple(self._recorded)
         return tuple(replace(call, prompt_texts=tuple(texts(call.prompt_ids))) for call in self._recorded)
+
+    @property
+    def fault(self) -> tuple[CallFault, str] | None:
+        """What became of a request that no client has an answer to, not by a later retry either: in a word, and in a
+        sentence. None if there is none. An error of the engine comes before what a client gave up."""
+        found = min(self._unanswered, key=lambda each: each.fault == "abandoned_call", default=None)
+        return None if found is None else (found.fault, found.why)
+
+    def stream(self, body: Mapping[str, Any]) -> Callable[[], None]:
+        """The reply of this request is being streamed, until what this returns is called."""
+        streamed = _Unanswered(_key(body), "broken_stream", "its answer broke off as it was streamed")
+        self._unanswered.append(streamed)
+        return lambda: self._answer(streamed)
 
     async def complete(
         self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
@@ -134,15 +160,17 @@ class Session:
         """
         if self._is_closed:
             return _refusal(410, "this rollout has ended", "Gone")
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        key = _key(body)
+        earlier = [each for each in self._unanswered if each.key == key and not each.waiting]
         call = self._known.get(key)
         if call is None or not self._is_retry(key, call, attempt):
             refusal = None if self._is_frozen(body) else self._spent()
             if refusal is not None:
                 return refusal
-            call = _CallInFlight(asyncio.ensure_future(self._call(body, max_tokens)))
+            call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body, max_tokens)))
             self._known.pop(key, None)
             self._known[key] = call
+            self._unanswered.append(call)
         call.waiting += 1
         try:
             reply = await asyncio.shield(call.task)
@@ -150,9 +178,16 @@ class Session:
             if call.task.cancelled():
                 return _refusal(410, "this rollout has ended", "Gone")
             raise
+        except Exception as error:
+            call.fault, call.why = "engine_error", f"the engine failed: {error}"
+            raise
         finally:
             call.waiting -= 1
         call.is_delivered = True
+        if reply.status in (200, *OF_REQUEST):
+            self._answer(call, *earlier)
+        else:
+            call.fault, call.why = "engine_error", f"the engine failed: {reply.error} (HTTP status {reply.status})"
         if reply.status != 200 and self._known.get(key) is call:
             del self._known[key]
         return reply
@@ -162,6 +197,9 @@ class Session:
         self._is_closed = True
         for call in self._known.values():
             call.task.cancel()
+
+    def _answer(self, *answered: _Unanswered) -> None:
+        self._unanswered = [each for each in self._unanswered if each not in answered]
 
     def _is_retry(self, key: str, call: _CallInFlight, attempt: int | None) -> bool:
         if attempt:
@@ -260,6 +298,10 @@ class Session:
         if body.get("include_reasoning") is False:
             choice["message"].pop("reasoning", None)
         return answer
+
+
+def _key(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _name(adapter: LoadedAdapter | None) -> str:

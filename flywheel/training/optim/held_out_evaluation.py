@@ -125,7 +125,9 @@ def answer(
         [side.rollouts[at : at + samples] for at in range(0, len(side.rollouts), samples)] for side in of_sides
     )
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
-    missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
+    missed = [side.missed for side in of_sides]
+    # What the engine failed is undecided.
+    failed = [sum(not each.completion.needs_reward for each in side.rollouts) - side.missed for side in of_sides]
     found = measures(candidate, deployed, rubric)
     return HeldOutAnswers(
         pairs,

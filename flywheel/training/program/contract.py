@@ -180,7 +180,7 @@ def text_of(response: Any) -> str | None:
 def described(error: BaseException) -> str:
     """As one line, with the innermost line of the user's code, or else of any."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _OURS]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    own = [frame for frame in frames if not is_installed(frame.filename)]
     place = (own or frames)[-1:]
     # A syntax error names its line itself.
     named = place and not isinstance(error, SyntaxError)
@@ -190,6 +190,19 @@ def described(error: BaseException) -> str:
     except Exception:
         text = type(error).__name__
     return f"{text}{where}{_for_agentscope_1(error)}"
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file is of the standard library or of an installed package."""
+    return "site-packages" in path or "/lib/python" in path
+
+
+def folder_of(spec: str) -> str:
+    """The folder of the file of a function that is loaded."""
+    found = agent_program.parsed(spec)
+    module = None if found is None or found.is_in_file else sys.modules.get(found.where)
+    file = getattr(module, "__file__", None) if found is None or not found.is_in_file else found.where
+    return str(Path(file).absolute().parent if file else Path.cwd())
 
 
 def _for_agentscope_1(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -24,10 +25,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from types import CodeType
+from typing import IO, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from flywheel.records.program_run import FailureCause, RunResult
@@ -43,6 +45,8 @@ from flywheel.training.program.contract import (
     check_signature,
     described,
     fields_of,
+    folder_of,
+    is_installed,
     load_function,
     response_of,
     shown,
@@ -56,12 +60,14 @@ END_SIGNAL: Final = signal.SIGUSR1
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 GRACE_SECONDS: Final = 1.0
-"""For processes that are ending when the run returns."""
+"""For processes and threads that are ending when the run returns."""
 KILL_SECONDS: Final = 5.0
 CANCEL_SECONDS: Final = 5.0
 MAX_OUTPUT_BYTES: Final = 16_000_000
 """Of a command."""
 MAX_ERROR: Final = 1_200
+
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -225,6 +231,10 @@ class _Runner:
     _kept: set[tuple[int, int]] = field(default_factory=set)
     """Processes of the setup."""
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _kept_threads: set[threading.Thread] = field(default_factory=set)
+    """Threads of the setup that run the user's code."""
+    _folders: set[str] = field(default_factory=set)
+    """Where the user's code is."""
     _folder: str = field(default_factory=os.getcwd)
     _pid: int = field(default_factory=os.getpid)
     _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
@@ -255,8 +265,11 @@ class _Runner:
             self._judge = None if self.is_math_equal else judge
         if self.program.setup:
             self._set_up(self.program.setup)
+        specs = filter(None, (self.program.workflow, self.program.reward_function))
+        self._folders = {self._folder, *map(folder_of, specs)}
         self._kept = {process.identity for process in self._new_processes()}
         self._kept_tasks = asyncio.all_tasks(self._loop)
+        self._kept_threads = set(self._busy_threads())
         return found
 
     def run(
@@ -285,10 +298,17 @@ class _Runner:
             traceback.print_exc()
             result = RunResult(cause="raised", error=_shortened(described(error)))
         self._cancel_tasks()
-        left = self._end_left()
+        left, threads = self._end_left(), _after_grace(self._busy_threads)
+        # A thread cannot be ended without its process.
+        self.spent |= bool(threads)
         if left and result.cause is None:
             result = RunResult(cause="left_processes", error=_shortened(_left_running(left)))
-        return replace(result, shown="; ".join(returned_values))
+        if threads and result.cause is None:
+            why = _left_running([*threads.values()], "thread", "threads")
+            remedy = "End what it starts before it returns, or start it in rollout.setup"
+            result = RunResult(cause="left_threads", error=f"{_shortened(why)}. {remedy}")
+        idle = {*threading.enumerate()} - {threading.current_thread(), *threads, *self._kept_threads}
+        return replace(result, shown="; ".join(returned_values), idle_threads=sorted(each.name for each in idle))
 
     def _result(
         self,
@@ -427,9 +447,7 @@ class _Runner:
 
     def _end_left(self) -> list[str]:
         """Kill what the run has started and left, after a while in which it can end by itself. Returns the names."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while (left := self._new_processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        left = _after_grace(self._new_processes)
         names = [process.name for process in left]
         deadline = time.monotonic() + KILL_SECONDS
         while left and time.monotonic() < deadline:
@@ -438,6 +456,20 @@ class _Runner:
             left = self._new_processes()
         self.spent |= bool(left)
         return names
+
+    def _busy_threads(self) -> dict[threading.Thread, str]:
+        """Threads, except those of the setup, that run the user's code or wait to run it, and where they are."""
+        found: dict[threading.Thread, str] = {}
+        for thread in {*threading.enumerate()} - {threading.current_thread()} - self._kept_threads:
+            if code := next(filter(self._is_users, _codes(thread)), None):
+                found[thread] = f"{thread.name} in {code.co_name} ({Path(code.co_filename).name})"
+        return found
+
+    def _is_users(self, code: CodeType) -> bool:
+        """Whether its file is in the folder of the workflow or of the configuration, and of no installed package."""
+        file = Path(code.co_filename)
+        inside = (file.relative_to(folder) for folder in self._folders if file.is_relative_to(folder))
+        return any(not is_installed(str(path)) for path in inside)
 
     def _new_processes(self) -> list[Process]:
         """What was started since the setup, except by processes of the setup."""
@@ -499,8 +531,36 @@ def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
     }
 
 
-def _left_running(names: list[str]) -> str:
-    number = "a process" if len(names) == 1 else f"{len(names)} processes"
+def _after_grace(find: Callable[[], T]) -> T:
+    """What is found after a while in which it can end by itself."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (left := find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _codes(thread: threading.Thread) -> Iterator[CodeType]:
+    """What a thread runs, the innermost function first, with the tasks of its event loop; and what a timer will."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        yield frame.f_code
+        is_loop = frame.f_code.co_name == "run_forever"
+        if is_loop and isinstance(loop := frame.f_locals.get("self"), asyncio.AbstractEventLoop):
+            for task in asyncio.all_tasks(loop):
+                awaited: Any = task.get_coro()
+                while isinstance(code := getattr(awaited, "cr_code", None), CodeType):
+                    yield code
+                    awaited = awaited.cr_await
+        frame = frame.f_back
+    function = getattr(thread, "function", None)
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        yield code
+
+
+def _left_running(names: list[str], one: str = "process", several: str = "processes") -> str:
+    number = f"a {one}" if len(names) == 1 else f"{len(names)} {several}"
     return f"it left {number} running: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 

@@ -111,6 +111,8 @@ class _Child(ChildProcess):
         super().__init__([program.python or sys.executable, "-c", code], environment, program.folder or None)
         self._memory = memory
         self._limit = program.memory_bytes
+        self.urls: set[str] = set()
+        """Where its runs found their models."""
         self.loaded: Mapping[str, Any] = {}
         """What it found: `found` in one line, `notes` for users, and whether its judge `is_math_equal`."""
         self.peak_bytes = 0
@@ -169,8 +171,12 @@ class _Child(ChildProcess):
 class ProgramPool:
     """The user's program in up to `workers` child processes. Thread-safe; closed at exit as well."""
 
-    def __init__(self, program: AgentProgram, *, workers: int) -> None:
+    def __init__(
+        self, program: AgentProgram, *, workers: int, was_called_late: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """`was_called_late` says of a base URL of a run whether it was called after the run's end."""
         self._program = program
+        self._was_called_late = was_called_late
         self._memory = _Memory()
         self._children: ChildPool[_Child] = ChildPool(workers)
         self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="agent program")
@@ -223,8 +229,16 @@ class ProgramPool:
     def _run(self, request: Mapping[str, Any], seconds: float, stopped: Callable[[], bool]) -> RunResult:
         if stopped():
             return RunResult(cause="ended", error="it was cancelled")
+        late: list[_Child] = []
+
+        def is_usable(child: _Child) -> bool:
+            if any(map(self._was_called_late, child.urls)):
+                late.append(child)
+            return child not in late
+
         try:
-            with self._children.child(lambda: self._new_child(stopped)) as child:
+            with self._children.child(lambda: self._new_child(stopped), is_usable) as child:
+                child.urls |= {each["base_url"] for each in request["models"].values()}
                 begin = time.monotonic()
                 try:
                     answer = child.answer(request, seconds, stopped)
@@ -243,6 +257,7 @@ class ProgramPool:
             shown=redact_secrets(result.shown),
             seconds=time.monotonic() - begin,
             peak_bytes=child.peak_bytes,
+            late_calls=len(late),
         )
 
     def _new_child(self, stopped: Callable[[], bool]) -> _Child:

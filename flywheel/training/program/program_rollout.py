@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from flywheel.records.program_run import RunResult
+from flywheel.records.program_run import ENGINE_FAULTS, CallFault, RunResult
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.loops import cut_loop
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
@@ -49,6 +49,9 @@ class RecordingSession(Protocol):
     is_full: bool
 
     @property
+    def fault(self) -> tuple[CallFault, str] | None: ...
+
+    @property
     def calls(self) -> Sequence[CallTokens]: ...
 
 
@@ -61,8 +64,9 @@ async def roll_out(
 ) -> Completion:
     """The completion of a request whose task is done by the user's agent, which reaches the `session` at `url`.
 
-    A run that fails after the rollout reached a limit is truncated: its last message is the answer, unless only the
-    program could say what that is worth. So is one that fails on a message that loops.
+    A run that lacks an answer of the model, because the engine failed or a call was given up, has no reward whatever
+    it returned. A run that fails after the rollout reached a limit is truncated: its last message is the answer,
+    unless only the program could say what that is worth. So is one that fails on a message that loops.
     """
     endpoints = {target: ModelEndpoint(url, name, API_KEY) for target, name in setup.models.items()}
     run = await run_program(request.prompt.task.line, endpoints, setup.trained)
@@ -70,10 +74,14 @@ async def roll_out(
     made = timelines(calls)
     loop = await asyncio.to_thread(cut_loop, calls)
     is_cut = session.is_truncated or (bool(calls) and calls[-1].finish_reason == "length")
+    # How a run failed says more about a call that it gave up.
+    if (fault := session.fault) is not None and (run.cause is None or fault[0] in ENGINE_FAULTS):
+        why = f"a call of the model has no answer, nor has a retry of it ({fault[0]}): {fault[1]}"
+        return _failed(run, made, fault[0], why, truncated=is_cut)
     if run.cause is not None:
         is_decided = bool(loop) and setup.rewards_loops
         is_cut = is_cut or session.is_full or is_decided
-        if not calls or not is_cut or (setup.needs_reward and not is_decided):
+        if fault is not None or not calls or not is_cut or (setup.needs_reward and not is_decided):
             return _failed(run, made, run.cause, f"the agent failed ({run.cause}): {run.error}", truncated=is_cut)
     if not calls:
         why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"

@@ -433,6 +433,8 @@ class Round:
             f"run the agent of {self.spec.round_id} (rollout.agent)",
             f"it failed on {quantity(len(failures), 'task')} before training; the first: {failures[0].error}",
             "Correct it; `flywheel workflow check` runs it once. Its output is in the worker's log.",
+            # The engine, and not the agent, may have failed.
+            retryable=any(each.needs_reward for each in failures),
         )
 
     def _debug(self, prompts: list[Prompt]) -> RoundResult:

@@ -89,7 +89,9 @@ async def test_each_secret_is_that_of_one_rollout() -> None:
         await post(url_one, asking("?"))
         assert (len(one.calls), len(two.calls)) == (1, 0)
         assert endpoint.close(url_one) is one
+        assert not endpoint.was_called_late(url_one)
         ended = await post(url_one, asking("and now?"))
+        assert (endpoint.was_called_late(url_one), endpoint.was_called_late(url_two)) == (True, False)
         assert (ended.status_code, (await post(url_two, asking("?"))).status_code) == (404, 200)
     assert ended.json()["error"]["message"] == "Not Found"
 
@@ -133,6 +135,37 @@ async def test_openais_own_stream_helper_accumulates_the_same_message() -> None:
     assert (found.finish_reason, found.message.content) == ("tool_calls", "I add.")
     [call] = found.message.tool_calls or []
     assert (call.id, call.function.name, call.function.arguments) == ("call-0", "add", '{"a": 3, "b": 4}')
+
+
+async def test_a_stream_that_breaks_off_is_remembered_unless_a_retry_is_answered() -> None:
+    """The answer is longer than what the system holds of it for the client."""
+    rollout = session(ScriptedApplication(answered(message("Wait. " * 4_000_000)), answered(message())))
+    async with listening(rollout) as (_, [url]):
+        async with (
+            httpx2.AsyncClient() as http,
+            http.stream("POST", f"{url}/chat/completions", json=asking("?", stream=True)) as reply,
+        ):
+            assert reply.status_code == 200
+            assert rollout.fault is not None, "as long as it is sent"
+        await post(url, asking("and now?", stream=True))
+        assert rollout.fault == ("broken_stream", "its answer broke off as it was streamed")
+        await post(url, asking("?", stream=True))
+        assert rollout.fault is None
+
+
+async def test_a_call_that_a_client_gives_up_is_remembered() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    async with listening(rollout) as (_, [url]):
+        asked = asyncio.create_task(post(url, asking("?")))
+        await started(app)
+        [call] = rollout._known.values()
+        asked.cancel()
+        await until(lambda: not call.waiting, "the end of the request")
+        app.go.set()
+        await post(url, asking("and now?"))
+    assert rollout.fault is not None
+    assert rollout.fault[0] == "abandoned_call"
 
 
 async def test_a_stream_ends_with_done_and_has_usage_only_if_asked() -> None:
@@ -183,6 +216,7 @@ async def test_a_clients_retry_does_not_count_twice() -> None:
         found = await asking
     assert found.choices[0].message.content == "It is 7."
     assert (len(app.asked), len(rollout.calls), app.aborted) == (1, 1, 0)
+    assert rollout.fault is None
 
 
 async def test_the_servers_errors_are_the_clients() -> None:

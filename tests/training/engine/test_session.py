@@ -168,6 +168,59 @@ async def test_a_refused_request_is_the_servers_error_and_no_call() -> None:
     assert (await rollout.complete(asking("?"))).status == 200
 
 
+FAILED = (500, {"error": {"message": "CUDA error", "code": 500}})
+
+
+async def test_an_error_of_the_engine_is_remembered_unless_a_retry_is_answered() -> None:
+    rollout = session(ScriptedApplication(FAILED, answered(message()), answered(message())))
+    await rollout.complete(asking("a"), attempt=0)
+    await rollout.complete(asking("b"), attempt=0)
+    failed = ("engine_error", "the engine failed: CUDA error (HTTP status 500)")
+    assert rollout.fault == failed, "an answer to something else mends nothing"
+    await rollout.complete(asking("a"), attempt=0)
+    assert rollout.fault is None
+    rollout = session(ScriptedApplication((503, {"error": "away"}), answered(message())), frozen={"write": None})
+    for text, fault in (("a", "engine_error"), ("a", None)):
+        await rollout.complete(asking(text, model="write"))
+        assert (rollout.fault and rollout.fault[0]) == fault
+
+
+async def test_what_the_engine_refuses_and_the_end_of_a_budget_are_no_faults() -> None:
+    rollout = session(ScriptedApplication((400, TOO_LONG), answered(message())), turns=1)
+    statuses = [(await rollout.complete(asking(text))).status for text in "abc"]
+    assert (statuses, rollout.fault) == ([400, 200, 400], None)
+
+
+async def test_a_parallel_call_with_the_same_body_is_no_retry() -> None:
+    app = ScriptedApplication(FAILED, answered(message()), hold=True)
+    rollout = session(app)
+    calls = []
+    for number in (1, 2):
+        calls.append(asyncio.create_task(rollout.complete(asking("?"), attempt=0)))
+        await started(app, number)
+    app.go.set()
+    assert [reply.status for reply in await asyncio.gather(*calls)] == [500, 200]
+    assert rollout.fault is not None
+    assert (await rollout.complete(asking("?"), attempt=1)).status == 200
+    assert rollout.fault is None
+
+
+async def test_a_call_that_its_client_gave_up_is_remembered_unless_a_retry_is_answered() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    first = asyncio.create_task(rollout.complete(asking("?"), attempt=0))
+    await started(app)
+    assert rollout.fault is not None, "what is in flight when a run ends has no answer either"
+    first.cancel()
+    await asyncio.wait([first])
+    app.go.set()
+    await rollout.complete(asking("another"), attempt=0)
+    assert rollout.fault is not None
+    assert rollout.fault[0] == "abandoned_call"
+    await rollout.complete(asking("?"), attempt=0)
+    assert rollout.fault is None
+
+
 async def test_budgets_end_a_rollout() -> None:
     app = ScriptedApplication()
     rollout = session(app, tokens=3)
@@ -207,6 +260,8 @@ async def test_errors_of_the_engine_reach_the_loop() -> None:
     rollout = session(ScriptedApplication(EngineDeadError("core died")))
     with pytest.raises(EngineDeadError, match="core died"):
         await rollout.complete(asking("?"))
+    assert rollout.fault is not None
+    assert rollout.fault[0] == "engine_error"
 
 
 @pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])

@@ -186,6 +186,31 @@ def test_a_criterion_of_an_undecided_answer_is_undecided_unless_a_check_has_deci
     assert found.values == {"seven": [((1.0, None), ()), ((), ())]}
 
 
+def test_what_the_engine_failed_is_undecided_and_what_the_agent_failed_is_scored(tmp_path: Path) -> None:
+    class Failing(Noted):
+        causes = ("engine_error", "abandoned_call")
+
+        def collect(
+            self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
+        ) -> RolloutBatch:
+            whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
+            failed = [
+                Rollout(asked, Completion(error="it failed", cause=cause), None)
+                for asked, cause in zip(requests, self.causes, strict=False)
+            ]
+            return RolloutBatch((*failed, *whole[2:]))
+
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 1}})
+    found = answered(Failing(), settings, tmp_path)
+    assert found.rewards[0] == ((None, 0.0), (1.0, 1.0))
+    assert found.failed == (1, 0)
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 0}})
+    failing = Failing()
+    failing.causes = ("engine_error", "broken_stream")
+    with pytest.raises(TrainError, match=r"reward the candidate's answers.*2 of 4 are undecided.*it failed"):
+        answered(failing, settings, tmp_path)
+
+
 def test_what_the_judge_left_undecided_is_asked_once_more_at_the_end(tmp_path: Path) -> None:
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
     graded: list[str] = []

@@ -283,8 +283,31 @@ async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
 @pytest.mark.slow
 async def test_a_thread_that_goes_on_does_not_keep_a_child(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
-    assert (await pool.run({"case": "starts a thread"}, MODELS, "policy")).reward == 1.0
+    result = await pool.run({"case": "starts a thread"}, MODELS, "policy")
+    assert result.cause == "left_threads"
+    assert result.error.startswith("it left a thread running: Thread-")
+    assert " in loop (agent.py). End what it starts" in result.error
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
+
+
+@pytest.mark.slow
+async def test_threads_of_the_setup_stay_and_those_of_a_run_do_not(new_pool: NewPool, tmp_path: Path) -> None:
+    """Also where the agent is outside of the working directory."""
+    text = """
+        import os, threading
+        def wait(): threading.Event().wait()
+        def start(): threading.Thread(target=wait, daemon=True).start()
+        async def run(task, model):
+            if task["starts"]:
+                start()
+            return {"response": str(os.getpid())}
+    """
+    (tmp_path / "elsewhere").mkdir()
+    pool = new_pool(text, setup=f"{tmp_path}/agent.py:start", folder=str(tmp_path / "elsewhere"))
+    found = [await pool.run({"starts": starts}, MODELS, "policy") for starts in (False, False, True, False)]
+    assert [result.cause for result in found] == [None, None, "left_threads", None]
+    assert found[0].response == found[1].response != found[3].response
+    assert found[0].idle_threads == [], "one of the setup is not idle"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import TrainError
-from flywheel.records.program_run import RunResult
+from flywheel.records.program_run import CallFault, FailureCause, RunResult
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.rollout_file import rollout_line
@@ -39,8 +39,14 @@ def call(*messages: Any, says: Any = "It is 7.", prompt: tuple[int, ...] = (1, 2
 
 
 class Session:
-    def __init__(self, *calls: CallTokens, is_truncated: bool = False, is_full: bool = False) -> None:
-        self.calls, self.is_truncated, self.is_full = calls, is_truncated, is_full
+    def __init__(
+        self,
+        *calls: CallTokens,
+        is_truncated: bool = False,
+        is_full: bool = False,
+        fault: tuple[CallFault, str] | None = None,
+    ) -> None:
+        self.calls, self.is_truncated, self.is_full, self.fault = calls, is_truncated, is_full, fault
 
 
 class Pool:
@@ -105,6 +111,45 @@ async def test_an_agent_that_asks_another_model_is_told() -> None:
     found = await made(RunResult(reward=1.0, response="7"))
     assert found.cause == "no_calls"
     assert "it must ask the one that it is given" in found.error
+
+
+@pytest.mark.parametrize("fault", ["engine_error", "broken_stream", "abandoned_call"])
+async def test_a_fault_of_the_machine_is_nobodys_reward(fault: CallFault) -> None:
+    """Also of an agent that has noticed nothing, or made the best of it."""
+    said = (fault, "the engine failed to answer")
+    sorry = RunResult(reward=0.0, response="Sorry")
+    for limit in ({}, {"is_truncated": True}, {"is_full": True}):
+        found = await made(sorry, call(QUESTION), fault=said, **limit)
+        assert found.cause == fault
+        assert found.error == (
+            f"a call of the model has no answer, nor has a retry of it ({fault}): the engine failed to answer"
+        )
+        assert Rollout(request(), found, None, RewardWeights(0, 1)).reward is None
+    batch = RolloutBatch((Rollout(request(), found, None),))
+    assert batch.summary()["program"]["failures"] == {fault: 1}
+    with pytest.raises(TrainError, match="run the agent" if fault == "abandoned_call" else "1 of 1 are undecided"):
+        batch.refuse_failed(0.5) or batch.refuse_undecided(0.5)
+    looped = call(QUESTION, says=LOOP, finish_reason="length")
+    assert Rollout(request(), await made(sorry, looped, fault=said), None, RewardWeights(0, 1)).reward is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "counted"),
+    [
+        ("engine_error", "raised", "engine_error"),
+        ("broken_stream", "raised", "broken_stream"),
+        ("engine_error", "timeout", "engine_error"),
+        # A run that is ended gives up its call.
+        ("abandoned_call", "timeout", "timeout"),
+    ],
+)
+async def test_a_run_that_fails_on_a_fault_is_counted_by_it(
+    fault: CallFault, cause: FailureCause, counted: str
+) -> None:
+    result = RunResult(cause=cause, error="it failed")
+    for calls in ((), (call(QUESTION),)):
+        found = await made(result, *calls, fault=(fault, "the engine failed to answer"), is_truncated=True)
+        assert (found.cause, found.text) == (counted, "")
 
 
 @pytest.mark.parametrize("limit", [{"is_truncated": True}, {"is_full": True}])
@@ -185,6 +230,8 @@ async def test_failures_are_counted_and_refused_if_they_are_many() -> None:
         "seconds_mean": 1.5,
     }
     assert (batch.undecided, batch.summary()["undecided"]) == (0, 0)
+    late = RolloutBatch((Rollout(request(), replace(done, run=replace(done.run, late_calls=2)), verdict(1.0)),))
+    assert late.summary()["program"]["failures"] == {"late_call": 2}
     batch.refuse_failed(0.5)
     batch.refuse_undecided(0.0)
     with pytest.raises(TrainError, match=r"it failed in 1 of 4 rollouts.*1 times: the agent failed .timeout."):

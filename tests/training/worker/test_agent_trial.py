@@ -49,6 +49,10 @@ def test_an_agent_that_fails_on_each_task_is_refused(tmp_path: Path, monkeypatch
     with pytest.raises(TrainError, match=r"it failed on 3 tasks before training.*the shop is closed") as refused:
         tried(tmp_path, monkeypatch, FAILED, FAILED, FAILED)
     assert not refused.value.retryable
+    failed = Completion(error="the engine failed", cause="engine_error")
+    with pytest.raises(TrainError, match="it failed on 3 tasks") as refused:
+        tried(tmp_path, monkeypatch, FAILED, failed, FAILED)
+    assert refused.value.retryable
 
 
 def test_an_agent_that_reaches_a_limit_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
