@@ -91,7 +91,9 @@ def _imports(node: ast.AST, file: Path, folders: Iterable[Path]) -> Iterator[tup
         starts = [file.parents[level - 1]] if level else [file.parent, *folders]
         for alias in node.names:
             name = ".".join(part for part in (*package, alias.name) if part)
-            yield from ((start, name) for start in starts)
+            # What runs the code has this package already, and knows its version.
+            if level or name.partition(".")[0] != "flywheel":
+                yield from ((start, name) for start in starts)
 
 
 def _files_named(start: Path, name: str) -> Iterator[Path]:

@@ -273,13 +273,15 @@ def test_settings_that_change_no_rollout_and_no_weight_start_nothing_over(
 
 AGENT = {
     "agents/shop.py": "import asyncio, json, words\nasync def run(task, model):\n    from tools import search\n",
-    "agents/words.py": "",
+    "agents/words.py": "from flywheel.tuner import tune\n",
+    "agents/far.py": "",
     "agents/tools/__init__.py": "",
-    "agents/tools/search.py": "from . import near\nimport words, deep\n",
+    "agents/tools/search.py": "from . import near\nimport words, deep, far\n",
     "agents/tools/near.py": "broken(",
     "agents/tools/other.py": "",
     "agents/asyncio.txt": "",
     "deep.py": "",
+    "flywheel/tuner.py": "",
     "rewards.py": "import words\nasync def judge(task, response): ...\n",
     "package/setup.py": "from package.parts import first\n",
     "package/parts/__init__.py": "",
@@ -289,7 +291,8 @@ AGENT = {
     "notes.txt": "",
 }
 OF_FUNCTIONS = {
-    "agents/shop.py", "agents/words.py", "agents/tools/__init__.py", "agents/tools/search.py", "agents/tools/near.py",
+    "agents/shop.py", "agents/words.py", "agents/far.py",
+    "agents/tools/__init__.py", "agents/tools/search.py", "agents/tools/near.py",
     "deep.py", "rewards.py", "package/setup.py", "package/parts/__init__.py", "package/parts/first.py",
 }  # fmt: skip
 OF_SHOP = {name for name in OF_FUNCTIONS if name.startswith(("agents/", "deep"))}

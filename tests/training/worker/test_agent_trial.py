@@ -78,6 +78,7 @@ def test_a_later_worker_does_not_decide_anew_which_reward_counts(
     agent = {"workflow": f"{tmp_path}/flow.py:run"}
     begun = round_in(tmp_path, agent=agent)
     told = begun._decide_reward(first)
+    assert ("reward_by" in told) == (first in (REWARD_ALONE, BOTH))
     again = round_in(tmp_path, agent=agent)
     assert again._decide_reward(later) == told
     for each in (begun, again):
