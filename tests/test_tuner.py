@@ -21,6 +21,8 @@ from flywheel.config.file import Config
 from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
+from flywheel.records.round import RoundResult
+from flywheel.training.data.round_directory import read_spec
 from flywheel.tuner import call, objects
 from tests.base_dependencies import DEPENDENCIES, closure, link
 from tests.factories.round import POLICY
@@ -341,6 +343,33 @@ def test_a_data_set_that_cannot_be_read_has_the_name_that_the_file_has(
         flywheel.tune("flow.py:run", config_path="trinity.yaml")
     with pytest.raises(ConfigError, match=r"read train_dataset other.jsonl"):
         flywheel.tune("flow.py:run", config_path="trinity.yaml", train_dataset="other.jsonl")
+
+
+@pytest.mark.slow
+def test_tune_trains_on_no_task_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_round, "PACKAGES", ())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flow.py").write_text("async def run(task, model):\n    return 1.0\n")
+    rows: list[dict[str, Any]] = [{"seed": n, "level": 3} for n in range(6)]
+    rows += [{"problem": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(6)]
+    asked = [{"level": 3, "seed": 4}, {"seed": 7, "level": 3}, {"problem": " what is 5  plus 5"}]
+    for name, lines in (("rows", rows), ("held", asked)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    trainer, refused = tmp_path / "trainer", RoundResult(round_id="tune", outcome="refused", reason="no spread")
+    work = f"if [ $2 = flywheel.training.worker ]; then echo '{refused.model_dump_json()}' > $3/result.json; exit; fi"
+    trainer.write_text(f'#!/bin/sh\n{work}\nexec {sys.executable} "$@"\n')
+    trainer.chmod(0o755)
+    taskset = {"path": "rows.jsonl", "format": {"prompt_key": "problem"}}
+    config = {"gate": {"min_tasks": 2}, "buffer": {"explorer_input": {"taskset": taskset}}}
+    held_out = objects.DatasetConfig(path="held.jsonl")
+    flywheel.tune("flow.py:run", config, eval_dataset=held_out, directory="made", trainer_python=trainer)
+    spec = read_spec(tmp_path / "made")
+    assert [task.line.get("seed", task.line["main_query"]) for task in spec.train] == [
+        0, 1, 2, 3, 5, *(f"What is {n} plus {n}?" for n in range(5)),
+    ]  # fmt: skip
+    assert list(spec.left_out.values()) == [
+        f"it begins as line {number} of held.jsonl does, which is held out" for number in (1, 3)
+    ]
 
 
 def test_functions_that_no_other_process_can_load() -> None:

@@ -223,7 +223,7 @@ def _empty(output: Path) -> Path:
 def _round_directory(output: Path, spec: RoundSpec) -> Path:
     """A folder beside that of the adapter for the round's files: that of an earlier run, if it was stopped and did
     the same, else a new one."""
-    from flywheel.training.data.round_directory import is_of
+    from flywheel.training.data.round_directory import changes, is_of
 
     names = itertools.chain([".round"], (f".round-{number}" for number in itertools.count(2)))
     folders = (output.with_name(output.name + name) for name in names)
@@ -233,6 +233,9 @@ def _round_directory(output: Path, spec: RoundSpec) -> Path:
         if is_of(folder, spec):
             print_error(f"flywheel: it goes on with the round in {short_path(str(folder))}")
             return folder
+        if changed := changes(folder, spec):
+            about = f"since the unfinished round in {short_path(str(folder))}, these have changed: {changed}"
+            print_error(f"flywheel: it starts over: {about}")
     raise AssertionError("names have no end")
 
 

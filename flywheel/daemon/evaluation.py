@@ -207,8 +207,8 @@ class Evaluation:
     @cached_property
     def directory(self) -> Path:
         """Where its files are: equal evaluations have the same."""
-        remote, agent = self.model.remote, self.settings.rollout.agent
-        key = [identity_of(self.spec), remote and [remote.base_url, remote.model], _code_of(agent)]
+        remote = self.model.remote
+        key = [identity_of(self.spec), remote and [remote.base_url, remote.model]]
         name = hashlib.sha256(json_line(key)).hexdigest()[:16]
         return self.settings.state_dir / evaluation_log.FOLDER / name
 
@@ -273,14 +273,6 @@ class Evaluation:
             score = asdict(answers.summary(SCORE, self.settings.training.seed))
             evaluation_log.add(self.settings.state_dir, self.model.json(), self.rubric.hash, score)
         return answers
-
-
-def _code_of(agent: object) -> str:
-    """The hash of the file of the user's agent; empty without one. Of an agent in a package, its name counts."""
-    if not isinstance(agent, AgentProgramSettings):
-        return ""
-    file = agent.folder / (agent.workflow or "").rpartition(":")[0]
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(agent.workflow or agent.command)
 
 
 class _RemoteRun:

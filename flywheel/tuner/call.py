@@ -31,8 +31,8 @@ from flywheel.config.trinity import (
 from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
+from flywheel.system.python_files import parsed
 from flywheel.system.yaml_file import read_yaml
-from flywheel.training.program import agent_program
 from flywheel.training.program.program_child import MARK
 from flywheel.training.program.program_pool import ProgramPool, program_of
 
@@ -126,6 +126,9 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
         origins |= {key: name for key, name in by_part.items() if has(part, key.split("."))}
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
+    if call.eval_dataset is not None:
+        # Its lines are read as those of `train_dataset`: the argument does not say which key has the question.
+        held_out = [{**train, **each} for each in held_out]
     epochs = None if "steps" in _section(both, "training") else train.get("total_epochs")
     settings = _settings(both, call, name, folder, trainer, origins)
     return Round(settings, train if train.get("path") else None, held_out, epochs, origins)
@@ -273,7 +276,7 @@ def _with_names(why: str, origins: Mapping[str, str]) -> str:
 def _spec_of(function: Callable[..., Any] | str) -> str:
     """`FILE.py:function`. Raises ConfigError for a function that no other process can load."""
     if isinstance(function, str):
-        named = agent_program.parsed(function)
+        named = parsed(function)
         if named is None or not named.is_in_file:
             return function
         return str(named._replace(where=str(Path(named.where).expanduser().absolute())))

@@ -110,6 +110,27 @@ def test_a_round_goes_on_from_an_adapter_on_its_base_model(flywheel: Run, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("work")
+def test_rollouts_are_made_for_no_task_that_is_held_out(flywheel: Run, tmp_path: Path, data: Path) -> None:
+    held = [{"seed": 9, "level": None, "map": "é"}, *CHATS[:8]]
+    lines = [*CHATS, {"map": "\u00e9", "seed": 9}, {"map": "é", "seed": 10}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held))
+    data.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    (tmp_path / "flow.py").write_text("async def run(task, model):\n    return 1.0\n")
+    (tmp_path / "flywheel.yaml").write_text(
+        "rollout: {agent: {workflow: flow.py:run}, reward: {rubric: 0, workflow: 1}}"
+    )
+    files = ("--base-model", "m", "--data", data, "--eval-data", "held.jsonl", "--output", "out")
+    ran = flywheel("train", "grpo", *files, "-c", "flywheel.yaml")
+    assert ran.code == 0, ran.err
+    made = spec(tmp_path)
+    assert [task["line"].get("seed") for task in made["train"]] == [None] * 4 + [10]
+    assert sorted(made["left_out"].values()) == [
+        f"it begins as line {number} of held.jsonl does, which is held out" for number in range(1, 10)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("work")
 def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     told = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out", "--json").json
     compare(told, documented("train"), "train sft")
@@ -180,6 +201,8 @@ def test_the_same_command_goes_on_with_a_round_that_was_stopped(
     work(REFUSES)
     other = flywheel("train", "sft", *files, "--epochs", 7)
     assert "goes on" not in other.err
+    assert "it starts over: since the unfinished round in" in other.err
+    assert "out.round, these have changed: settings" in other.err
     assert (tmp_path / "out.round-2" / "result.json").exists(), other.err
     assert not (directory / "result.json").exists()
     ran = flywheel("train", "sft", *files)

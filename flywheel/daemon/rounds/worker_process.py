@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -23,8 +24,11 @@ from flywheel.sources.jsonl.data_set import answer_of
 from flywheel.system.files import PRIVATE, make_private, private, write_atomic
 from flywheel.system.heartbeat import beat
 from flywheel.system.yaml_file import explain
+from flywheel.training.data.round_directory import changes
 from flywheel.training.data.round_progress import PROGRESS_FILE
 from flywheel.training.packages import missing_of
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0
 POLL_SECONDS: Final = 0.1
@@ -58,10 +62,12 @@ class WorkerProcess:
                 await prepare()
             for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
                 (round_dir / name).unlink(missing_ok=True)
+            if changed := changes(round_dir, spec):
+                log.warning("%s starts over: since its last attempt, these have changed: %s", spec.round_id, changed)
             write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
-            with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as log:
+            with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as file:
                 # Lines before this one are those of an earlier worker.
-                log.write(
+                file.write(
                     f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
                 )
                 # Not a process of asyncio, which may kill it when the event loop is collected (Python 3.12): it may
@@ -69,8 +75,8 @@ class WorkerProcess:
                 process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
                     [python or sys.executable, "-m", "flywheel.training.worker", str(round_dir)],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=file,
+                    stderr=file,
                     start_new_session=True,
                 )
         except OSError as error:

@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.python_check import Python, imported_modules, load
+from flywheel.judge.rubric.checks.python_check import Python, load
 from flywheel.judge.rubric.criterion import Criterion, Example, UsedFile
 from flywheel.judge.rubric.rubric import CRITERION, FLAT_ID, MAX_CRITERIA, MODEL_TYPE, SAME_ID, Rubric
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
 from flywheel.system.files import MAX_GIVEN_DATA_BYTES, expanded, read_given
+from flywheel.system.python_files import imported_modules
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, path_of, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."

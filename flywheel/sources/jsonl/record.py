@@ -509,7 +509,9 @@ def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_questio
     line = _exact(line, text)
     if not _PREFERENCE.issubset(line):
         if not needs_question and _reply({**line}, text, now).reply.skip is SkipReason.NO_QUERY:
-            line["main_query"] = text.decode().strip()
+            # The same for equal lines of two files, whatever the order of their keys and the nulls of a table.
+            given = sorted(json.loads(text.removeprefix(_BYTE_ORDER_MARK)).items())
+            line["main_query"] = json_line({key: value for key, value in given if value is not None}).decode().strip()
         task, read = _asked(line, text, source, now)
         return DataRow(number, task, reply=read.messages, unread_keys=read.unread, structure=class_of(read.reply))
     both = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -32,8 +32,9 @@ from flywheel.records.round import (
     RoundResult,
     RoundSpec,
 )
-from flywheel.system.files import json_line, tree_sha256, write_atomic, write_json
+from flywheel.system.files import file_sha256, json_line, tree_sha256, write_atomic, write_json
 from flywheel.system.lock import WORKER_LOCK
+from flywheel.system.python_files import code_files
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.graded_rollouts import PARTIAL_FILE
 from flywheel.training.data.round_progress import PROGRESS_FILE, read_steps
@@ -44,6 +45,8 @@ SYNC_DIR = "sync"
 CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage: the checkpoints of transformers' trainer."""
 VERSION: Final = "version"
+REWARD_FILE = "reward.json"
+"""Which reward counts, as the first run of the user's agent has decided."""
 IDENTITY_FILE = "identity.json"
 """Hashes of what the round does. A worker that is started again goes on only if they are the same."""
 END_FILE = "end-at-checkpoint"
@@ -60,7 +63,10 @@ OF_WORKER = (
     f".{ADAPTER_DIR}.new",
 )
 """What each worker makes anew."""
-KEPT = (SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
+KEPT = (
+    SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, REWARD_FILE,
+    IDENTITY_FILE,
+)  # fmt: skip
 """What a worker that is started again goes on with."""
 NOT_MIRRORED: Final = frozenset({LOG_FILE, WORKER_LOCK, SYNC_DIR, ADAPTER_DIR})
 """What only the worker uses, or only the trainer. See `mirrored_folder`."""
@@ -109,9 +115,8 @@ def finished(directory: Path, spec: RoundSpec) -> bool:
 
 def go_on(directory: Path, spec: RoundSpec) -> str:
     """Prepare the directory for a worker: remove what an earlier one left unfinished, and all of it if that was doing
-    something else. Returns what has changed since then; empty if the worker goes on, or is the first."""
-    identity, path = identity_of(spec), directory / IDENTITY_FILE
-    found = _identity(directory)
+    something else. Returns what has changed since then, see `changes`."""
+    found, identity = _identity(directory), identity_of(spec)
     is_same = found == identity and not spec.debug
     _remove(directory, OF_WORKER if is_same else (*OF_WORKER, *KEPT))
     if (directory / METRICS_FILE).exists():
@@ -120,8 +125,20 @@ def go_on(directory: Path, spec: RoundSpec) -> str:
     for folder in (directory / STAGES_DIR).glob("*"):
         if not (folder / TRAINED_FILE).exists():
             _remove(folder, (ADAPTER_DIR,))
-    write_json(path, {**identity, VERSION: __version__})
-    return "" if spec.debug else ", ".join(name for name in identity if found and found.get(name) != identity[name])
+    write_json(directory / IDENTITY_FILE, {**identity, VERSION: __version__})
+    return _changed(found, identity, spec)
+
+
+def changes(directory: Path, spec: RoundSpec) -> str:
+    """The parts of a round that have changed since its last worker, so that the next one starts over; empty if that
+    goes on, is the first, or makes a debug round, which always starts over."""
+    return _changed(_identity(directory), identity_of(spec), spec)
+
+
+def _changed(found: Mapping[str, str], identity: Mapping[str, str], spec: RoundSpec) -> str:
+    if not found or spec.debug:
+        return ""
+    return ", ".join(name for name in {**identity, **found} if found.get(name) != identity.get(name))
 
 
 def version_of(directory: Path) -> str | None:
@@ -146,7 +163,8 @@ def _read_identity(directory: Path) -> dict[str, str]:
 
 
 def identity_of(spec: RoundSpec) -> dict[str, str]:
-    """Hashes of the parts of a round that its rollouts and its weights depend on."""
+    """Hashes of the parts of a round that its rollouts and its weights depend on. The files of the user's agent have
+    their paths as names."""
     named = ("model", "training", "rollout", "judge", "gate", "serving")
     settings = {
         section: {
@@ -164,7 +182,16 @@ def identity_of(spec: RoundSpec) -> dict[str, str]:
         "settings": settings,
         **({"candidate": made["candidate"]} if spec.candidate is not None else {}),
     }
-    return {name: sha256(json_line(part)).hexdigest() for name, part in parts.items()}
+    files = {str(file): file_sha256(file) for file in sorted(_code_of(spec.settings.get("rollout", {})))}
+    return {name: sha256(json_line(part)).hexdigest() for name, part in parts.items()} | files
+
+
+def _code_of(rollout: Mapping[str, Any]) -> set[Path]:
+    """The files of the user's agent and of its further functions; none without one."""
+    if not isinstance(agent := rollout.get("agent"), Mapping):
+        return set()
+    functions = (agent.get("workflow"), rollout.get("reward_function"), rollout.get("setup"))
+    return code_files(filter(None, functions), agent.get("command") or (), Path(agent.get("folder", "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +229,7 @@ def clear(directory: Path, *, is_over: bool) -> None:
     also what a further worker would go on with."""
     _remove(directory, (SYNC_DIR, f".{ADAPTER_DIR}.new"))
     if is_over:
-        _remove(directory, (PARTIAL_FILE, IDENTITY_FILE))
+        _remove(directory, (PARTIAL_FILE, REWARD_FILE, IDENTITY_FILE))
         for folder in (directory / STAGES_DIR).glob("*"):
             _remove(folder, (CHECKPOINTS_DIR,))
 

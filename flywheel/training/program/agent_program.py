@@ -5,37 +5,12 @@ Plain data, and only the standard library: it is imported by the user's interpre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class FunctionName(NamedTuple):
-    """`where` is a file or a module; `mark` is `:` for a function, `->` for a class."""
-
-    where: str
-    mark: str
-    name: str
-
-    @property
-    def is_class(self) -> bool:
-        return self.mark == "->"
-
-    @property
-    def is_in_file(self) -> bool:
-        """Whether `where` is a path, not a module."""
-        return self.where.endswith(".py")
-
-    def __str__(self) -> str:
-        return "".join(self)
-
-
-def parsed(text: str) -> FunctionName | None:
-    """The parts of a name; None if it is of another form."""
-    found = re.fullmatch(r"(?P<where>.+?)(?P<mark>:|->)(?P<name>\w+)", text, re.DOTALL)
-    return FunctionName(*found.group("where", "mark", "name")) if found is not None else None
+from flywheel.system.python_files import FunctionName, parsed
 
 
 def in_copy(path: str, folder: str, copy: str) -> str:

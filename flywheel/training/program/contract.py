@@ -25,8 +25,9 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
-from flywheel.training.program import agent_program, trinity
-from flywheel.training.program.agent_program import AgentProgram, FunctionName, ModelEndpoint
+from flywheel.system.python_files import FunctionName, parsed
+from flywheel.training.program import trinity
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
 
@@ -55,7 +56,7 @@ class ResultError(Exception):
 def load_function(spec: str, program: AgentProgram | None = None) -> Callable[..., Any]:
     """The function of `FILE.py:function` or `package.module:function`, or an object that is called like one for
     AgentJet's `package.module->Class`, whose settings are in `program`. Raises ContractError."""
-    found = agent_program.parsed(spec)
+    found = parsed(spec)
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name

@@ -5,8 +5,8 @@ Reads `spec.json`, runs one round with engines, trainer, judge and comparison, w
 
 A worker that is started again on the same directory goes on where the earlier one died: with the last checkpoint of
 the first stage that has not ended, with the stored rollouts of the steps behind it, and with the graded rollouts of
-the unfinished step. It starts over only if the round's tasks, parent, rubric or settings have changed. A directory
-with a complete result is left unchanged.
+the unfinished step. It starts over only if the round's tasks, parent, rubric or settings have changed, or files of
+the user's agent. A directory with a complete result is left unchanged.
 
 Exit codes: 0 done (also if the round was refused), 1 failed, 75 another worker holds the directory, 143 and 130
 stopped.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, overload
 
 from flywheel.config.file import Config
+from flywheel.config.training import RewardSettings
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.program_run import RunResult
@@ -33,12 +35,14 @@ from flywheel.records.round import (
     SystemPrompt,
 )
 from flywheel.serving.server.vllm_command import chat_arguments
+from flywheel.system.files import write_json
 from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, add_usage
 from flywheel.training.data.rollout_file import write_answers
+from flywheel.training.data.round_directory import REWARD_FILE
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
@@ -395,11 +399,19 @@ class Round:
         )
 
     def _decide_reward(self, run: RunResult | None) -> dict[str, str]:
-        """Let a first run decide which reward counts, unless the settings do. Returns what `metrics.jsonl` says."""
-        rollout = self.settings.rollout
-        if rollout.reward is not None or run is None:
+        """Let a first run decide which reward counts for the whole round, unless the settings do. Returns what
+        `metrics.jsonl` says."""
+        rollout, path = self.settings.rollout, self.directory / REWARD_FILE
+        if rollout.reward is not None:
             return {}
-        reward, why = decided_reward(run)
+        if not path.exists():
+            # Not by a later worker: the stored rollouts have the rewards of this decision.
+            decided, why = decided_reward(run) if run is not None else (None, "")
+            write_json(path, {"reward": decided and decided.model_dump(), "reward_by": why})
+        stored = json.loads(path.read_bytes())
+        if stored["reward"] is None:
+            return {}
+        reward, why = RewardSettings.model_validate(stored["reward"]), stored["reward_by"]
         self.settings = self.settings.model_copy(update={"rollout": rollout.model_copy(update={"reward": reward})})
         if not has_judge(self.settings):
             self.make_grade = without_judge

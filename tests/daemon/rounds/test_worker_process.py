@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.config.file import Config
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundResult
 from flywheel.system.files import write_json
+from flywheel.training.data.round_directory import go_on
 from tests.daemon.rounds.workers import stray_worker, works
 from tests.factories.round import round_spec
 
@@ -112,3 +115,22 @@ def test_an_error_that_says_nothing_is_a_worker_that_died(tmp_path: Path, writte
     with pytest.raises(TrainError, match="its worker died") as caught:
         result_of(tmp_path)
     assert caught.value.retryable
+
+
+@pytest.mark.slow
+async def test_whoever_starts_a_worker_says_that_it_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the worker's log as well, which nobody watches."""
+    (tmp_path / "flow.py").write_text("async def run(task, model):\n    return 0.0\n")
+    settings = Config(rollout={"agent": {"workflow": f"{tmp_path}/flow.py:run"}}).model_dump(mode="json")
+    spec = round_spec(settings=settings)
+    works(tmp_path, monkeypatch, "exit 0")
+    for correct, said in ((False, False), (True, True)):
+        go_on(tmp_path, spec)
+        if correct:
+            (tmp_path / "flow.py").write_text("async def run(task, model):\n    return 1.0\n")
+        with caplog.at_level(logging.WARNING):
+            await (await WorkerProcess.start(tmp_path, spec)).wait()
+        why = f"r0001 starts over: since its last attempt, these have changed: {tmp_path}/flow.py"
+        assert (why in caplog.messages) == said

@@ -184,7 +184,7 @@ def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 MADE_ANEW = ["evaluation.jsonl", "progress.json", "result.json", "error.json", "adapter", "sync", ".adapter.new"]
-GONE_ON_WITH = ["rollouts.jsonl", "rollouts.index.jsonl", "partial.jsonl", "stages"]
+GONE_ON_WITH = ["rollouts.jsonl", "rollouts.index.jsonl", "partial.jsonl", "reward.json", "stages"]
 OTHERS = ["spec.json", "worker.log", "worker.lock", "usage.jsonl", "notes.txt"]
 
 
@@ -194,7 +194,7 @@ def left_by_a_worker(directory: Path) -> None:
         if path.suffix and path.suffix != ".new":
             path.write_text("left")
         else:
-            (path / "1-grpo").mkdir(parents=True)
+            (path / "1-grpo").mkdir(parents=True, exist_ok=True)
     (directory / "metrics.jsonl").write_text('{"event": "phase"}\n{"event": "step", "step": 1}\n{"event": "st')
 
 
@@ -271,6 +271,72 @@ def test_settings_that_change_no_rollout_and_no_weight_start_nothing_over(
     assert (tmp_path / "rollouts.jsonl").exists()
 
 
+AGENT = {
+    "agents/shop.py": "import asyncio, json, words\nasync def run(task, model):\n    from tools import search\n",
+    "agents/words.py": "from flywheel.tuner import tune\n",
+    "agents/far.py": "",
+    "agents/tools/__init__.py": "",
+    "agents/tools/search.py": "from . import near\nimport words, deep, far\n",
+    "agents/tools/near.py": "broken(",
+    "agents/tools/other.py": "",
+    "agents/asyncio.txt": "",
+    "deep.py": "",
+    "flywheel/tuner.py": "",
+    "rewards.py": "import words\nasync def judge(task, response): ...\n",
+    "package/setup.py": "from package.parts import first\n",
+    "package/parts/__init__.py": "",
+    "package/parts/first.py": "",
+    "package/parts/second.py": "",
+    "start.sh": "exec python agents/shop.py",
+    "notes.txt": "",
+}
+OF_FUNCTIONS = {
+    "agents/shop.py", "agents/words.py", "agents/far.py",
+    "agents/tools/__init__.py", "agents/tools/search.py", "agents/tools/near.py",
+    "deep.py", "rewards.py", "package/setup.py", "package/parts/__init__.py", "package/parts/first.py",
+}  # fmt: skip
+OF_SHOP = {name for name in OF_FUNCTIONS if name.startswith(("agents/", "deep"))}
+
+
+@pytest.mark.parametrize(
+    ("agent", "functions", "files"),
+    [
+        (
+            {"workflow": "{}/agents/shop.py:run"},
+            {"reward_function": "{}/rewards.py:judge", "setup": "package.setup:start"},
+            OF_FUNCTIONS,
+        ),
+        ({"workflow": "package.setup->Agent"}, {}, {name for name in OF_FUNCTIONS if name.startswith("package/")}),
+        ({"command": ["python", "agents/shop.py", "--size", "9" * 400, "\0", ""]}, {}, OF_SHOP),
+        ({"command": ["sh", "start.sh"]}, {}, {"start.sh"}),
+        ({"command": ["python", "-m", "agents.shop"]}, {}, OF_SHOP),
+        ({"workflow": "{}/agents/missing.py:run"}, {}, set()),
+    ],
+)
+def test_a_round_whose_agent_has_other_code_starts_over_and_names_the_file(
+    tmp_path: Path, agent: dict[str, Any], functions: dict[str, str], files: set[str]
+) -> None:
+    folder, directory = tmp_path / "project", tmp_path / "round"
+    directory.mkdir()
+    for name, text in AGENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    here = {key: value.format(folder) if isinstance(value, str) else value for key, value in agent.items()}
+    rollout = {key: value.format(folder) for key, value in functions.items()}
+    settings = changed("rollout", agent={**here, "folder": str(folder)}, **rollout)
+    go_on(directory, round_spec(settings=settings))
+    for name, text in AGENT.items():
+        left_by_a_worker(directory)
+        (folder / name).write_text(f"{text}\n# corrected\n")
+        starts_over = go_on(directory, round_spec(attempt=2, settings=settings)) == str(folder / name)
+        assert (starts_over, (directory / "partial.jsonl").exists()) == (name in files, name not in files), name
+    if files:
+        left_by_a_worker(directory)
+        (folder / min(files)).unlink()
+        assert str(folder / min(files)) in go_on(directory, round_spec(attempt=2, settings=settings))
+        assert not (directory / "partial.jsonl").exists()
+
+
 def test_a_debug_round_and_files_without_an_identity_start_over(tmp_path: Path) -> None:
     left_by_a_worker(tmp_path)
     assert go_on(tmp_path, round_spec(debug=True)) == ""
@@ -301,7 +367,8 @@ def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:
     checkpoints, adapter = tmp_path / "stages" / "1-grpo" / "checkpoints", tmp_path / "stages" / "1-grpo" / "adapter"
     for folder in (checkpoints / "checkpoint-1", adapter, tmp_path / "sync" / "step-1"):
         folder.mkdir(parents=True)
-    (tmp_path / "partial.jsonl").write_text("")
+    for name in ("partial.jsonl", "reward.json"):
+        (tmp_path / name).write_text("")
     clear(tmp_path, is_over=False)
     assert checkpoints.is_dir()
     assert not (tmp_path / "sync").exists()

@@ -14,6 +14,7 @@ from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine import ray_cluster
+from flywheel.training.optim.rollout_grading import has_judge
 from flywheel.training.worker.training_round import TRIALS, Round
 from tests.factories.round import round_spec
 from tests.training.data.rollouts import prompt
@@ -21,6 +22,11 @@ from tests.training.data.rollouts import prompt
 WHOLE = Completion(run=RunResult(reward=1.0))
 FAILED = Completion(error="RuntimeError: the shop is closed", cause="raised")
 CUT = Completion(truncated=True)
+
+
+def round_in(directory: Path, **rollout: Any) -> Round:
+    settings = Config.model_validate({"training": {"group_size": 4}, "rollout": rollout})
+    return Round(round_spec(settings=settings.model_dump(mode="json")), directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
 
 def tried(directory: Path, monkeypatch: pytest.MonkeyPatch, *runs: Completion) -> tuple[RunResult | None, int]:
@@ -33,9 +39,7 @@ def tried(directory: Path, monkeypatch: pytest.MonkeyPatch, *runs: Completion) -
         return list(runs[len(made) - len(asked) : len(made)])
 
     monkeypatch.setattr(ray_cluster, "anywhere", generated)
-    settings = Config.model_validate({"training": {"group_size": 4}})
-    whole = Round(round_spec(settings=settings.model_dump(mode="json")), directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
-    found = whole._try_program([prompt(f"t-{number}", (number,)) for number in range(5)])
+    found = round_in(directory)._try_program([prompt(f"t-{number}", (number,)) for number in range(5)])
     assert len({request.prompt.task.task_id for request in made}) == len(made), "each is on another task"
     return found, len(made)
 
@@ -57,3 +61,36 @@ def test_an_agent_that_fails_on_each_task_is_refused(tmp_path: Path, monkeypatch
 
 def test_an_agent_that_reaches_a_limit_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(tmp_path, monkeypatch, FAILED, CUT, FAILED) == (None, TRIALS)
+
+
+REWARD_ALONE, BOTH, RESPONSE = RunResult(reward=1.0), RunResult(reward=1.0, response="7"), RunResult(response="7")
+
+
+@pytest.mark.parametrize(
+    ("first", "counts"), [(REWARD_ALONE, (0, 1)), (BOTH, (1, 0)), (RESPONSE, (1, 0)), (None, (1, 0))]
+)
+@pytest.mark.parametrize("later", [REWARD_ALONE, BOTH, RESPONSE, None])
+def test_a_later_worker_does_not_decide_anew_which_reward_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: RunResult | None,
+    counts: tuple[int, int],
+    later: RunResult | None,
+) -> None:
+    """The stored rollouts, of the same groups perhaps, have the reward that the first one has decided on."""
+    monkeypatch.setattr(ray_cluster, "everywhere", lambda *_: ["an agent"])
+    agent = {"workflow": f"{tmp_path}/flow.py:run"}
+    begun = round_in(tmp_path, agent=agent)
+    told = begun._decide_reward(first)
+    assert ("reward_by" in told) == (first in (REWARD_ALONE, BOTH))
+    again = round_in(tmp_path, agent=agent)
+    assert again._decide_reward(later) == told
+    for each in (begun, again):
+        assert (each.settings.rollout.weights.rubric, each.settings.rollout.weights.workflow) == counts
+    assert [has_judge(each.settings) for each in (begun, again)] == [counts[0] > 0] * 2
+
+
+def test_settings_decide_before_any_run(tmp_path: Path) -> None:
+    both = {"agent": {"workflow": f"{tmp_path}/flow.py:run"}, "reward": {"rubric": 1, "workflow": 1}}
+    assert round_in(tmp_path, **both)._decide_reward(REWARD_ALONE) == {}
+    assert not (tmp_path / "reward.json").exists()

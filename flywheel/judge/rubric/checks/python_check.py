@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
 import math
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -93,39 +89,6 @@ def load(used: UsedFile, name: str) -> PythonProcess:
         most=MAX_PROCESSES,
         uses=used.uses,
     )
-
-
-def imported_modules(path: Path, folder: Path) -> dict[str, Path]:
-    """The modules of a rubric's folder that a Python file imports, itself or by another, by their names from there.
-
-    Nothing is run: an import is looked up beside its file and in the folder, also one in a function. A module that
-    cannot be parsed has no imports; it cannot be loaded either.
-    """
-    found: dict[str, Path] = {}
-    left = [path]
-    while left:
-        file = left.pop()
-        with suppress(SyntaxError, ValueError, IndexError):
-            nodes = ast.walk(ast.parse(file.read_bytes()))
-            for start, name in (each for node in nodes for each in _imports(node, file, folder)):
-                stem = start.joinpath(*name.split("."))
-                for module in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
-                    shown = os.path.relpath(module, folder)
-                    if shown not in found and module != path and module.is_file():
-                        found[shown] = module
-                        left.append(module)
-    return found
-
-
-def _imports(node: ast.AST, file: Path, folder: Path) -> Iterator[tuple[Path, str]]:
-    """What a statement imports: folders to look in, and dotted names of packages, of modules or of what they hold."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        package, level = ([node.module or ""], node.level) if isinstance(node, ast.ImportFrom) else ([], 0)
-        starts = [file.parents[level - 1]] if level else [file.parent, folder]
-        for alias in node.names:
-            parts = [part for name in (*package, alias.name) for part in name.split(".") if part]
-            names = itertools.accumulate(parts, lambda above, part: f"{above}.{part}")
-            yield from itertools.product(starts, names)
 
 
 def task_line(exchange: Exchange) -> Mapping[str, Any]:
