@@ -200,7 +200,7 @@ def is_installed(path: str) -> bool:
 
 def folder_of(spec: str) -> str:
     """The folder of the file of a function that is loaded."""
-    found = agent_program.parsed(spec)
+    found = parsed(spec)
     module = None if found is None or found.is_in_file else sys.modules.get(found.where)
     file = getattr(module, "__file__", None) if found is None or not found.is_in_file else found.where
     return str(Path(file).absolute().parent if file else Path.cwd())
