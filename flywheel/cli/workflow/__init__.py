@@ -53,7 +53,10 @@ def check(
     ] = 200,
     as_json: JsonOption = False,
 ) -> None:
-    """Run your own agent once on a task against the server, and report what it did.
+    """Run your own agent on a task against the server, and report what it did.
+
+    If its first run works, it does the same task three times in one process and three times in fresh ones, to see
+    whether state of one run reaches the next.
 
     Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
     accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.
@@ -107,8 +110,8 @@ def _with_function(config: Config, function: str) -> Config:
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())
-    agent = {"workflow": function, "python": given.get("python"), "folder": folder}
-    rollout["agent"] = agent | {"config": given.get("config", {})}
+    kept = {name: given[name] for name in ("python", "isolation", "config") if name in given}
+    rollout["agent"] = {"workflow": function, "folder": folder, **kept}
     return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
 
 
@@ -146,6 +149,7 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
+    from flywheel.cli.workflow.checked_run import RUNS
     from flywheel.training.program.program_pool import decided_reward
 
     result = checked.result
@@ -176,6 +180,11 @@ def _lines(checked: Checked, config: Config) -> Iterator[str]:
         for why, tasks in checked.unmatched.items():
             more = ", …" if len(tasks) > SHOWN else ""
             yield f"  {len(tasks)} not: {why} ({', '.join(tasks[:SHOWN])}{more})"
+    if (found := checked.isolation) is not None:
+        yield (
+            f"isolation first message of {RUNS} runs in one process and {RUNS} in fresh ones: {found.first_message};"
+            f" rollout.agent.isolation: run costs {found.process_seconds:.1f} s per run"
+        )
     for note in checked.notes:
         yield f"note      {note}"
     yield f"took      {result.seconds:.1f} s, {result.peak_bytes / 1e6:.0f} MB"

@@ -1,13 +1,17 @@
-"""Runs the user's agent once against the server, through a proxy that notes its calls of the model."""
+"""Runs the user's agent on a task against the server, through a proxy that notes its calls of the model: three times
+in one process and three times in fresh ones, which should begin alike.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import httpx2
@@ -23,13 +27,19 @@ from flywheel.records.trace import get_path
 from flywheel.sources.calls.parsing import error_in, events
 from flywheel.system.http_client import async_client
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
-from flywheel.system.terminal import quantity
+from flywheel.system.terminal import excerpt, quantity
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/chat/completions"
+RUNS: Final = 3
+"""Runs of the task in one process, and in fresh ones."""
+BEFORE: Final = 20
+"""Characters that are shown before two messages differ."""
+SHOWN: Final = 80
+"""Characters that are shown of each of them."""
 MOST_FAILURES: Final = 3
 """Accepted answers on which the judge fails before no more are tried."""
 NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
@@ -52,9 +62,38 @@ class CheckedCall:
     error: str = ""
 
 
+@dataclass(slots=True)
+class _Run:
+    """A run with an address of its own, as in a round.
+
+    Attributes:
+        first: Its first request as JSON: messages and tools. Empty if it made none.
+        waited: Seconds until it had a process.
+    """
+
+    url: str
+    calls: list[CheckedCall] = field(default_factory=list)
+    first: str = ""
+    result: RunResult = field(default_factory=RunResult)
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How runs of the same task began, in one process and in fresh ones.
+
+    Attributes:
+        first_message: `same`, `differs in one process` or `differs in fresh processes`.
+        process_seconds: What a process takes before its first run, with imports and setup; the median.
+    """
+
+    first_message: str
+    process_seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One run of a program.
+    """The first run of a program, and how further ones began.
 
     Attributes:
         function: Its signature and place, or its command.
@@ -62,6 +101,7 @@ class Checked:
         notes: What else users should know, in sentences.
         replayed: Number of accepted answers that the judge got.
         unmatched: The tasks whose accepted answers it does not reward, by reason.
+        isolation: None if there were no further runs, because the first one had problems.
     """
 
     function: str
@@ -73,6 +113,7 @@ class Checked:
     notes: list[str] = field(default_factory=list)
     replayed: int = 0
     unmatched: Mapping[str, list[str]] = field(default_factory=dict)
+    isolation: Isolation | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `flywheel workflow check --json` prints."""
@@ -85,6 +126,7 @@ class Checked:
             "problems": self.problems,
             "notes": self.notes,
             "judge": {"answers": self.replayed, "unmatched": self.unmatched} if self.replayed else None,
+            "isolation": asdict(self.isolation) if self.isolation is not None else None,
         }
 
 
@@ -97,49 +139,84 @@ async def check(
     key: str | None = None,
     accepted: Sequence[Mapping[str, Any]] = (),
 ) -> Checked:
-    """Run the program once on a task (a line of the task file) against the server at `url` (without `/v1`), and its
-    reward function on the answers of the tasks `accepted`.
+    """Run the program on a task (a line of the task file) against the server at `url` (without `/v1`), and its reward
+    function on the answers of the tasks `accepted`.
 
     `models` are the names of its models by target; the first one is the `model` argument. `key` is the agents' key of
     the server. Raises ConfigError if the program does not load, and ServeError if the server does not answer.
     """
-    pool = ProgramPool(program, workers=1)
+    pool, fresh = (ProgramPool(replace(program, isolation=each), workers=1) for each in ("process", "run"))
     try:
         # In a thread: loading may take long, and Ctrl-C ends it.
         function = await asyncio.to_thread(pool.start)
-        trained = next(iter(models))
         # As in a round. AgentJet's workflows may name any model.
-        otherwise = models[trained] if program.is_of_agentjet else None
-        async with _Proxy(url, key, {*models.values()}, otherwise) as proxy:
+        otherwise = next(iter(models.values())) if program.is_of_agentjet else None
+        async with _Proxy(url, key, models, otherwise) as proxy:
             await proxy.require_server()
-            endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
-            result = await pool.run(task, endpoints, trained)
-            problems = _problems(result, proxy.calls, {*models.values()})
+            first = await proxy.run(pool, task)
+            result = first.result
+            problems = _problems(result, first.calls, {*models.values()})
+            again = 0 if problems else RUNS
+            in_one = [first, *[await proxy.run(pool, task) for _ in range(again - 1)]]
             unmatched: dict[str, list[str]] = {}
             replayed = failed = 0
             for each in accepted:
                 if replayed == failed == MOST_FAILURES:
                     break
                 replayed += 1
-                judged = await pool.run(each, endpoints, trained, answer=each["answer"])
+                judged = (await proxy.run(pool, each, answer=each["answer"])).result
                 failed += judged.cause is not None
                 if not _is_rewarded(judged):
                     unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
+            # Closed first: a setup may start what only one process can have.
+            await asyncio.to_thread(pool.close)
+            in_fresh = [await proxy.run(fresh, task) for _ in range(again)]
+            isolation, differing = _compared(in_one, in_fresh) if in_fresh else (None, [])
             if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
                 problems.append(f"its judge rewards none of {quantity(replayed, 'accepted answer')}")
             return Checked(
                 function,
                 str(task.get("task_id") or ""),
                 str(task.get("main_query") or ""),
-                proxy.calls,
+                first.calls,
                 result,
                 problems,
-                pool.notes,
+                [*pool.notes, *differing],
                 replayed,
                 unmatched,
+                isolation,
             )
     finally:
-        await asyncio.to_thread(pool.close)
+        for one in (pool, fresh):
+            await asyncio.to_thread(one.close)
+
+
+def _compared(in_one: Sequence[_Run], in_fresh: Sequence[_Run]) -> tuple[Isolation, list[str]]:
+    """What runs of the same task say about state that one leaves to the next, and notes for users."""
+    first, found = in_one[0], "same"
+    failed = [run.result for run in (*in_one, *in_fresh) if run.result.cause is not None]
+    notes = [f"a further run of the task failed ({each.cause}): {each.error}" for each in failed]
+    # The first run had a fresh process as well.
+    if other := next((run for run in in_fresh if run.first != first.first), None):
+        found = "differs in fresh processes"
+        notes.append(
+            f"runs of the same task begin differently also in fresh processes ({_difference(first, other)}): by"
+            " chance, the time, or what they leave in files and servers"
+        )
+    elif other := next((run for run in in_one if run.first != first.first), None):
+        found = "differs in one process"
+        notes.append(
+            f"state of one run reaches the next one in its process ({_difference(first, other)}): keep none in"
+            " globals, or let each run have a process of its own with rollout.agent.isolation: run"
+        )
+    return Isolation(found, statistics.median(run.waited for run in in_fresh)), [*dict.fromkeys(notes)]
+
+
+def _difference(first: _Run, other: _Run) -> str:
+    pairs = enumerate(itertools.zip_longest(first.first, other.first))
+    start = max(0, next(place for place, (was, became) in pairs if was != became) - BEFORE)
+    was, became = (excerpt(run.first[start:], SHOWN) or "none at the address of the run" for run in (first, other))
+    return f"the first message was {was} and then {became}"
 
 
 def _is_rewarded(judged: RunResult) -> bool:
@@ -182,12 +259,12 @@ def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> 
 
 
 class _Proxy:
-    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far. Calls of other models than
-    `models` are sent as ones of `otherwise`, if that is given."""
+    """An HTTP proxy of the server on loopback, which has an address for each run. Calls of other models than `models`
+    (names by target) are sent as ones of `otherwise`, if that is given."""
 
-    def __init__(self, url: str, key: str | None, models: set[str], otherwise: str | None) -> None:
+    def __init__(self, url: str, key: str | None, models: Mapping[str, str], otherwise: str | None) -> None:
         self._models, self._otherwise = models, otherwise
-        self.calls: list[CheckedCall] = []
+        self._runs: list[_Run] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Generating may take long.
@@ -195,9 +272,9 @@ class _Proxy:
 
     async def __aenter__(self) -> _Proxy:
         methods = ["GET", "POST", "PUT", "DELETE"]
-        app = Starlette(routes=[Route("/{path:path}", self._pass_on, methods=methods)])
+        app = Starlette(routes=[Route("/{run:int}/{path:path}", self._pass_on, methods=methods)])
         listening = bound_socket("check the workflow", HOST, 0, "serving.urls")
-        self.url = f"http://{HOST}:{listening.getsockname()[1]}"
+        self._address = f"http://{HOST}:{listening.getsockname()[1]}"
         self._web = BackgroundServer(
             Limited(app, ServerLimits(), refuse_in_text), listening, "the proxy of the server"
         )
@@ -220,18 +297,33 @@ class _Proxy:
             hint = "Start `flywheel serve`, or name a server with --url; serving.api_key_env names its key."
             raise ServeError(f"check the workflow against {self._server_url}", why, hint, retryable=True)
 
+    async def run(self, pool: ProgramPool, task: Mapping[str, Any], answer: str | None = None) -> _Run:
+        """Run the program as `ProgramPool.run` does, at an address of its own."""
+        run = _Run(f"{self._address}/{len(self._runs)}/v1")
+        self._runs.append(run)
+        models = {target: ModelEndpoint(run.url, name) for target, name in self._models.items()}
+        began = time.monotonic()
+        run.result = await pool.run(task, models, next(iter(models)), answer=answer)
+        run.waited = time.monotonic() - began - run.result.seconds
+        return run
+
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
-        call = None
-        if request.scope["path"].endswith(CHAT):
-            if self._otherwise is not None and (asked := _object(body)).get("model") not in self._models:
+        number, path, call = request.path_params["run"], f"/{request.path_params['path']}", None
+        if number != len(self._runs) - 1:
+            return Response("this is the address of a run that has ended", 404)
+        if path.endswith(CHAT):
+            asked = _object(body)
+            if self._otherwise is not None and asked.get("model") not in self._models.values():
                 body = json.dumps({**asked, "model": self._otherwise}).encode()
-            self.calls.append(call := _call(body))
+            run = self._runs[number]
+            run.first = run.first or json.dumps([asked.get("messages"), asked.get("tools")], ensure_ascii=False)
+            run.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
         try:
             answer = await self._http.request(
-                request.method, request.scope["path"], params=request.query_params, content=body, headers=headers
+                request.method, path, params=request.query_params, content=body, headers=headers
             )
         except httpx2.HTTPError as error:
             if call is not None:

@@ -201,6 +201,7 @@ def _serve(channel: Channel) -> NoReturn:
         request = json.loads(channel.receive())
         models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
         result = runner.run(request["task"], models, request["trained"], request["answer"])
+        runner.restore()
         send({"result": asdict(result), "spent": runner.spent})
 
 
@@ -226,6 +227,7 @@ class _Runner:
     """Processes of the setup."""
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _folder: str = field(default_factory=os.getcwd)
+    _restore: Callable[[], None] = lambda: None
     _pid: int = field(default_factory=os.getpid)
     _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
 
@@ -256,6 +258,8 @@ class _Runner:
         if self.program.setup:
             self._set_up(self.program.setup)
         self._kept = {process.identity for process in self._new_processes()}
+        os.chdir(self._folder)  # the setup may have changed it
+        self._restore = _restorer()
         self._kept_tasks = asyncio.all_tasks(self._loop)
         return found
 
@@ -264,7 +268,6 @@ class _Runner:
     ) -> RunResult:
         """`answer` is judged in place of the workflow's, which does not run then."""
         endpoint = models[trained]
-        os.chdir(self._folder)  # a run may have changed it
         os.environ.update(_environment(endpoint))
         others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
         given = {
@@ -289,6 +292,14 @@ class _Runner:
         if left and result.cause is None:
             result = RunResult(cause="left_processes", error=_shortened(_left_running(left)))
         return replace(result, shown="; ".join(returned_values))
+
+    def restore(self) -> None:
+        """Undo what a run has changed in environment variables, umask, `sys.path` and folder."""
+        try:
+            self._restore()
+        except Exception:  # the folder is gone, for example
+            self.spent = True
+            traceback.print_exc()
 
     def _result(
         self,
@@ -497,6 +508,23 @@ def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
         "OPENAI_MODEL": endpoint.model,
         **without_proxy,
     }
+
+
+def _restorer() -> Callable[[], None]:
+    """Sets environment variables, umask, `sys.path` and folder of the process to what they are now."""
+    environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
+    umask = os.umask(0o077)
+    os.umask(umask)
+
+    def restore() -> None:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.path[:] = path
+        os.umask(umask)
+        os.chdir(folder)
+
+    return restore
 
 
 def _left_running(names: list[str]) -> str:
