@@ -82,6 +82,7 @@ def sync(task, model):
 REPEATED = """
 import os
 import random
+import time
 
 clients = []
 seen = ["Hello"]
@@ -110,6 +111,11 @@ async def keeps_a_client(task, model):
 
 async def by_chance(task, model):
     return {"response": ask({**task, "main_query": f"{task['main_query']} {random.random()}"})}
+
+
+async def keeps_beside_the_time(task, model):
+    seen.append("again")
+    return {"response": ask({**task, "main_query": f"{time.time_ns()} {' '.join(seen[:-1])}"})}
 
 
 async def through_a_file(task, model):
@@ -310,7 +316,7 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
     one, *fresh = pids = (tmp_path / "pids").read_text().split()
     assert (len(pids), fresh[:2], len({*pids})) == (6, [one, one], 4)
     said = repeated("alike").out
-    assert "isolation first message of 3 runs in one process and 3 in fresh ones: same; rollout.agent.isol" in said
+    assert "isolation first message of runs in one process and in fresh ones: same; rollout.agent.isolation: " in said
     assert re.search(r"rollout\.agent\.isolation: run costs \d+\.\d s per run", said)
 
 
@@ -322,9 +328,9 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
             "keeps",
             "differs in one process",
             [
-                "state of one run reaches the next one in its process (the first message was",
+                "state of one run seems to reach the next one in its process, since the first message was",
                 '"content": "Hello"}]',
-                '"content": "Hello again"}]',
+                ': "Hello again"}]',
                 "rollout.agent.isolation: run",
             ],
         ),
@@ -337,7 +343,12 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
                 "and then none at the address of the run",
             ],
         ),
-        ("by_chance", "differs in fresh processes", ["begin differently also in fresh processes"]),
+        (
+            "keeps_beside_the_time",
+            "differs in one process",
+            ["differs also in fresh processes, by the time", "Hello again"],
+        ),
+        ("by_chance", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
         ("through_a_file", "differs in fresh processes", ["This is run 1", "This is run 4"]),
     ],
 )

@@ -149,7 +149,6 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
-    from flywheel.cli.workflow.checked_run import RUNS
     from flywheel.training.program.program_pool import decided_reward
 
     result = checked.result
@@ -182,8 +181,8 @@ def _lines(checked: Checked, config: Config) -> Iterator[str]:
             yield f"  {len(tasks)} not: {why} ({', '.join(tasks[:SHOWN])}{more})"
     if (found := checked.isolation) is not None:
         yield (
-            f"isolation first message of {RUNS} runs in one process and {RUNS} in fresh ones: {found.first_message};"
-            f" rollout.agent.isolation: run costs {found.process_seconds:.1f} s per run"
+            f"isolation first message of runs in one process and in fresh ones: {found['first_message']};"
+            f" rollout.agent.isolation: run costs {found['process_seconds']:.1f} s per run"
         )
     for note in checked.notes:
         yield f"note      {note}"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,9 @@ HOST: Final = "127.0.0.1"
 CHAT: Final = "/chat/completions"
 RUNS: Final = 3
 """Runs of the task in one process, and in fresh ones."""
-BEFORE: Final = 20
-"""Characters that are shown before two messages differ."""
-SHOWN: Final = 80
+BEFORE: Final = 8
+"""Words that are shown before two messages differ."""
+SHOWN: Final = 60
 """Characters that are shown of each of them."""
 MOST_FAILURES: Final = 3
 """Accepted answers on which the judge fails before no more are tried."""
@@ -67,28 +68,15 @@ class _Run:
     """A run with an address of its own, as in a round.
 
     Attributes:
-        first: Its first request as JSON: messages and tools. Empty if it made none.
+        first: The words of its first request as JSON: messages and tools. Empty if it made none.
         waited: Seconds until it had a process.
     """
 
     url: str
     calls: list[CheckedCall] = field(default_factory=list)
-    first: str = ""
+    first: list[str] = field(default_factory=list)
     result: RunResult = field(default_factory=RunResult)
     waited: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Isolation:
-    """How runs of the same task began, in one process and in fresh ones.
-
-    Attributes:
-        first_message: `same`, `differs in one process` or `differs in fresh processes`.
-        process_seconds: What a process takes before its first run, with imports and setup; the median.
-    """
-
-    first_message: str
-    process_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,9 @@ class Checked:
         notes: What else users should know, in sentences.
         replayed: Number of accepted answers that the judge got.
         unmatched: The tasks whose accepted answers it does not reward, by reason.
-        isolation: None if there were no further runs, because the first one had problems.
+        isolation: How further runs of the task began: `first_message` is `same`, `differs in one process` or `differs
+            in fresh processes`; `process_seconds` is what a process takes before its first run, with imports and
+            setup (the median). None if there were none, because the first run had problems.
     """
 
     function: str
@@ -113,7 +103,7 @@ class Checked:
     notes: list[str] = field(default_factory=list)
     replayed: int = 0
     unmatched: Mapping[str, list[str]] = field(default_factory=dict)
-    isolation: Isolation | None = None
+    isolation: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `flywheel workflow check --json` prints."""
@@ -126,7 +116,7 @@ class Checked:
             "problems": self.problems,
             "notes": self.notes,
             "judge": {"answers": self.replayed, "unmatched": self.unmatched} if self.replayed else None,
-            "isolation": asdict(self.isolation) if self.isolation is not None else None,
+            "isolation": self.isolation,
         }
 
 
@@ -191,32 +181,40 @@ async def check(
             await asyncio.to_thread(one.close)
 
 
-def _compared(in_one: Sequence[_Run], in_fresh: Sequence[_Run]) -> tuple[Isolation, list[str]]:
-    """What runs of the same task say about state that one leaves to the next, and notes for users."""
+def _compared(in_one: Sequence[_Run], in_fresh: Sequence[_Run]) -> tuple[dict[str, Any], list[str]]:
+    """What runs of the same task say about state that one leaves to the next (`isolation`), and notes for users."""
     first, found = in_one[0], "same"
     failed = [run.result for run in (*in_one, *in_fresh) if run.result.cause is not None]
     notes = [f"a further run of the task failed ({each.cause}): {each.error}" for each in failed]
-    # The first run had a fresh process as well.
-    if other := next((run for run in in_fresh if run.first != first.first), None):
-        found = "differs in fresh processes"
+    # What differs between fresh processes (the first run had one, too) says nothing about state in a process.
+    varying = {place for run in in_fresh for place in _places(first, run)}
+    is_comparable = all(len(run.first) == len(first.first) for run in in_fresh)
+    if varying:
+        found, place = "differs in fresh processes", min(varying)
+        other = next(run for run in in_fresh if place in _places(first, run))
         notes.append(
-            f"runs of the same task begin differently also in fresh processes ({_difference(first, other)}): by"
-            " chance, the time, or what they leave in files and servers"
+            "the first message differs also in fresh processes, by the time, chance, or what runs leave in files:"
+            f" {_shown(first, place)}, and then {_shown(other, place)}"
         )
-    elif other := next((run for run in in_one if run.first != first.first), None):
-        found = "differs in one process"
+    if is_comparable and (kept := next((run for run in in_one if _places(first, run) - varying), None)):
+        found, place = "differs in one process", min(_places(first, kept) - varying)
         notes.append(
-            f"state of one run reaches the next one in its process ({_difference(first, other)}): keep none in"
-            " globals, or let each run have a process of its own with rollout.agent.isolation: run"
+            "state of one run seems to reach the next one in its process, since the first message was"
+            f" {_shown(first, place)}, and then {_shown(kept, place)}: keep none in globals, or let each run have a"
+            " process of its own with rollout.agent.isolation: run"
         )
-    return Isolation(found, statistics.median(run.waited for run in in_fresh)), [*dict.fromkeys(notes)]
+    seconds = statistics.median(run.waited for run in in_fresh)
+    return {"first_message": found, "process_seconds": seconds}, [*dict.fromkeys(notes)]
 
 
-def _difference(first: _Run, other: _Run) -> str:
-    pairs = enumerate(itertools.zip_longest(first.first, other.first))
-    start = max(0, next(place for place, (was, became) in pairs if was != became) - BEFORE)
-    was, became = (excerpt(run.first[start:], SHOWN) or "none at the address of the run" for run in (first, other))
-    return f"the first message was {was} and then {became}"
+def _places(first: _Run, other: _Run) -> set[int]:
+    """Where the words of their first messages differ."""
+    pairs = itertools.zip_longest(first.first, other.first)
+    return {place for place, (was, became) in enumerate(pairs) if was != became}
+
+
+def _shown(run: _Run, place: int) -> str:
+    return excerpt("".join(run.first[max(0, place - BEFORE) :]), SHOWN) or "none at the address of the run"
 
 
 def _is_rewarded(judged: RunResult) -> bool:
@@ -317,7 +315,8 @@ class _Proxy:
             if self._otherwise is not None and asked.get("model") not in self._models.values():
                 body = json.dumps({**asked, "model": self._otherwise}).encode()
             run = self._runs[number]
-            run.first = run.first or json.dumps([asked.get("messages"), asked.get("tools")], ensure_ascii=False)
+            sent = json.dumps([asked.get("messages"), asked.get("tools")], ensure_ascii=False)
+            run.first = run.first or re.findall(r"\w+|\W", sent)
             run.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
