@@ -113,6 +113,10 @@ async def by_chance(task, model):
     return {"response": ask({**task, "main_query": f"{task['main_query']} {random.random()}"})}
 
 
+async def by_length(task, model):
+    return {"response": ask({**task, "main_query": "Hello " * random.randrange(10_000)})}
+
+
 async def keeps_beside_the_time(task, model):
     seen.append("again")
     return {"response": ask({**task, "main_query": f"{time.time_ns()} {' '.join(seen[:-1])}"})}
@@ -349,6 +353,7 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
             ["differs also in fresh processes, by the time", "Hello again"],
         ),
         ("by_chance", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
+        ("by_length", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
         ("through_a_file", "differs in fresh processes", ["This is run 1", "This is run 4"]),
     ],
 )

@@ -110,8 +110,8 @@ def _with_function(config: Config, function: str) -> Config:
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())
-    kept = {name: given[name] for name in ("python", "isolation", "config") if name in given}
-    rollout["agent"] = {"workflow": function, "folder": folder, **kept}
+    agent = {"workflow": function, "python": given.get("python"), "folder": folder}
+    rollout["agent"] = agent | {"config": given.get("config", {})}
     return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
 
 
