@@ -114,7 +114,7 @@ async def by_chance(task, model):
 
 
 async def by_length(task, model):
-    return {"response": ask({**task, "main_query": "Hello " * random.randrange(10_000)})}
+    return {"response": ask({**task, "main_query": "Hello " * (5, 9, 9, 5, 6, 5)[int(note()) - 1]})}
 
 
 async def keeps_beside_the_time(task, model):
