@@ -495,21 +495,6 @@ def _checked_command(command: tuple[str, ...]) -> str:
     return f"command {' '.join(command)} ({found})"
 
 
-def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
-    """The variables for an OpenAI client, also where a proxy is configured: the endpoint is reached without it."""
-    without_proxy = {
-        name: ",".join(filter(None, (os.environ.get(name), urlsplit(endpoint.base_url).hostname)))
-        for name in ("NO_PROXY", "no_proxy")
-        if urlsplit(endpoint.base_url).hostname not in os.environ.get(name, "").split(",")
-    }
-    return {
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "OPENAI_API_KEY": endpoint.api_key,
-        "OPENAI_MODEL": endpoint.model,
-        **without_proxy,
-    }
-
-
 def _restorer() -> Callable[[], None]:
     """Sets environment variables, umask, `sys.path` and folder of the process to what they are now."""
     environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
@@ -525,6 +510,21 @@ def _restorer() -> Callable[[], None]:
         os.chdir(folder)
 
     return restore
+
+
+def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
+    """The variables for an OpenAI client, also where a proxy is configured: the endpoint is reached without it."""
+    without_proxy = {
+        name: ",".join(filter(None, (os.environ.get(name), urlsplit(endpoint.base_url).hostname)))
+        for name in ("NO_PROXY", "no_proxy")
+        if urlsplit(endpoint.base_url).hostname not in os.environ.get(name, "").split(",")
+    }
+    return {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        **without_proxy,
+    }
 
 
 def _left_running(names: list[str]) -> str:
