@@ -500,6 +500,10 @@ class AgentProgramSettings(Section):
     the round."""
     folder: UserPath = Field(default=Path(), validate_default=True)
     """The working directory of its processes. Default: the folder of the configuration file."""
+    isolation: Literal["process", "run"] = "process"
+    """With `process`, a process runs many rollouts, one after the other: environment variables, umask, `sys.path` and
+    the working directory are restored after each, globals are not. With `run`, each has a process of its own, set up
+    anew."""
     config: Annotated[dict[str, Any], AfterValidator(without_secrets)] = {}
     """AgentJet's settings (`ajet: …`), over its defaults, which AgentJet's classes get as `config`. Of its own
     configuration, all of them. What looks like a secret is left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +23,16 @@ from tests.serving.fake_vllm import running
 
 AGENT = f"{EXAMPLES / 'workflow' / 'agent.py'}:run"
 TASKS = EXAMPLES / "workflow" / "tasks.jsonl"
+# The import of AgentScope takes seconds, and these functions need no model of it.
 OTHERS = """
 import asyncio
 import json
+import sys
 import threading
 import urllib.error
 import urllib.request
+
+sys.modules["agentscope"] = None
 
 
 def ask(task, model=None, path="chat/completions"):
@@ -94,6 +99,52 @@ async def pooled(task, model):
 async def timed(task, model):
     threading.Timer(1000, ask, [task]).start()
     return {"response": ask(task)}
+"""
+REPEATED = """
+import os
+import random
+import time
+
+clients = []
+seen = ["Hello"]
+
+
+def note():
+    with open("pids", "a") as file:
+        file.write(f"{os.getpid()} ")
+    return str(open("pids").read().count(" "))
+
+
+async def alike(task, model):
+    note()
+    return {"response": ask(task)}
+
+
+async def keeps(task, model):
+    seen.append("again")
+    return {"response": ask({**task, "main_query": " ".join(seen[:-1])})}
+
+
+async def keeps_a_client(task, model):
+    clients.append(task["openai"])
+    return {"response": ask({**task, "openai": clients[0]})}
+
+
+async def by_chance(task, model):
+    return {"response": ask({**task, "main_query": f"{task['main_query']} {random.random()}"})}
+
+
+async def by_length(task, model):
+    return {"response": ask({**task, "main_query": "Hello " * (5, 9, 9, 5, 6, 5)[int(note()) - 1]})}
+
+
+async def keeps_beside_the_time(task, model):
+    seen.append("again")
+    return {"response": ask({**task, "main_query": f"{time.time_ns()} {' '.join(seen[:-1])}"})}
+
+
+async def through_a_file(task, model):
+    return {"response": ask({**task, "main_query": "This is run " + note()})}
 """
 JUDGE = """
 import re
@@ -302,6 +353,73 @@ def test_what_a_round_would_fail_on(
     assert ran.code == 1
     assert problem in ran.err
     assert "A round can use it." not in ran.out
+
+
+@pytest.fixture
+def repeated(flywheel: Run, url: str, row: Path, tmp_path: Path) -> Callable[..., Ran]:
+    """Checks a function whose runs are compared."""
+    (tmp_path / "repeated.py").write_text(OTHERS + REPEATED)
+    return lambda name, *options: flywheel(
+        "workflow", "check", f"{tmp_path}/repeated.py:{name}", "--task", row, "--url", url, *options
+    )
+
+
+@pytest.mark.slow
+def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_ones(
+    repeated: Callable[..., Ran], tmp_path: Path
+) -> None:
+    ran = repeated("alike", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["isolation"]["first_message"] == "same"
+    assert ran.json["isolation"]["process_seconds"] > 0
+    assert (len(ran.json["calls"]), ran.json["notes"]) == (1, [])
+    one, *fresh = pids = (tmp_path / "pids").read_text().split()
+    assert (len(pids), fresh[:2], len({*pids})) == (6, [one, one], 4)
+    said = repeated("alike").out
+    assert "isolation first message of runs in one process and in fresh ones: same; rollout.agent.isolation: " in said
+    assert re.search(r"rollout\.agent\.isolation: run costs \d+\.\d s per run", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "found", "notes"),
+    [
+        (
+            "keeps",
+            "differs in one process",
+            [
+                "state of one run seems to reach the next one in its process, since the first message was",
+                '"content": "Hello"}]',
+                ': "Hello again"}]',
+                "rollout.agent.isolation: run",
+            ],
+        ),
+        # As in a round, the address of a run is refused when it has ended.
+        (
+            "keeps_a_client",
+            "differs in one process",
+            [
+                "a further run of the task failed (raised): it raised HTTPError: ",
+                "and then none at the address of the run",
+            ],
+        ),
+        (
+            "keeps_beside_the_time",
+            "differs in one process",
+            ["differs also in fresh processes, by the time", "Hello again"],
+        ),
+        ("by_chance", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
+        ("by_length", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
+        ("through_a_file", "differs in fresh processes", ["This is run 1", "This is run 4"]),
+    ],
+)
+def test_runs_that_begin_differently_are_said(
+    repeated: Callable[..., Ran], function: str, found: str, notes: list[str]
+) -> None:
+    ran = repeated(function)
+    assert (ran.code, f"in fresh ones: {found}; " in ran.out) == (0, True), ran.out + ran.err
+    for text in notes:
+        assert text in ran.out, text
 
 
 @pytest.mark.slow

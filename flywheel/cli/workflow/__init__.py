@@ -53,7 +53,10 @@ def check(
     ] = 200,
     as_json: JsonOption = False,
 ) -> None:
-    """Run your own agent once on a task against the server, and report what it did.
+    """Run your own agent on a task against the server, and report what it did.
+
+    If its first run works, it does the same task three times in one process and three times in fresh ones, to see
+    whether state of one run reaches the next.
 
     Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
     accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.
@@ -179,6 +182,11 @@ def _lines(checked: Checked, config: Config) -> Iterator[str]:
         for why, tasks in checked.unmatched.items():
             more = ", …" if len(tasks) > SHOWN else ""
             yield f"  {len(tasks)} not: {why} ({', '.join(tasks[:SHOWN])}{more})"
+    if (found := checked.isolation) is not None:
+        yield (
+            f"isolation first message of runs in one process and in fresh ones: {found['first_message']};"
+            f" rollout.agent.isolation: run costs {found['process_seconds']:.1f} s per run"
+        )
     for note in checked.notes:
         yield f"note      {note}"
     yield f"took      {result.seconds:.1f} s, {result.peak_bytes / 1e6:.0f} MB"

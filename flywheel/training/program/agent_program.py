@@ -39,6 +39,7 @@ class AgentProgram:
         reward_function: In the same form as `workflow`; its reward replaces the workflow's.
         setup: In the same form; runs once per process.
         folder: The working directory.
+        isolation: `process` if a process runs one rollout after the other, `run` if each run has its own.
         seconds: Longest run.
         memory_bytes: Of the process and all that it started, resident.
         auxiliary_models: Further models by name, which are not trained.
@@ -57,6 +58,7 @@ class AgentProgram:
     reward_function: str = ""
     setup: str = ""
     folder: str = ""
+    isolation: str = "process"
     seconds: float = 600.0
     memory_bytes: int = 4_000_000_000
     auxiliary_models: Mapping[str, ModelEndpoint] = field(default_factory=dict)

@@ -207,6 +207,7 @@ def _serve(channel: Channel) -> NoReturn:
         request = json.loads(channel.receive())
         models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
         result = runner.run(request["task"], models, request["trained"], request["answer"])
+        runner.restore()
         send({"result": asdict(result), "spent": runner.spent})
 
 
@@ -236,6 +237,7 @@ class _Runner:
     _folders: set[str] = field(default_factory=set)
     """Where the user's code is."""
     _folder: str = field(default_factory=os.getcwd)
+    _restore: Callable[[], None] = lambda: None
     _pid: int = field(default_factory=os.getpid)
     _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
 
@@ -268,6 +270,8 @@ class _Runner:
         specs = filter(None, (self.program.workflow, self.program.reward_function))
         self._folders = {self._folder, *map(folder_of, specs)}
         self._kept = {process.identity for process in self._new_processes()}
+        os.chdir(self._folder)  # the setup may have changed it
+        self._restore = _restorer()
         self._kept_tasks = asyncio.all_tasks(self._loop)
         self._kept_threads = set(self._busy_threads())
         return found
@@ -277,7 +281,6 @@ class _Runner:
     ) -> RunResult:
         """`answer` is judged in place of the workflow's, which does not run then."""
         endpoint = models[trained]
-        os.chdir(self._folder)  # a run may have changed it
         os.environ.update(_environment(endpoint))
         others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
         given = {
@@ -309,6 +312,14 @@ class _Runner:
             result = RunResult(cause="left_threads", error=f"{_shortened(why)}. {remedy}")
         idle = {*threading.enumerate()} - {threading.current_thread(), *threads, *self._kept_threads}
         return replace(result, shown="; ".join(returned_values), idle_threads=sorted(each.name for each in idle))
+
+    def restore(self) -> None:
+        """Undo what a run has changed in environment variables, umask, `sys.path` and folder."""
+        try:
+            self._restore()
+        except Exception:  # the folder is gone, for example
+            self.spent = True
+            traceback.print_exc()
 
     def _result(
         self,
@@ -514,6 +525,23 @@ def _checked_command(command: tuple[str, ...]) -> str:
         where = f"no file {Path(command[0]).absolute()}" if os.sep in command[0] else "no such program in PATH"
         raise ContractError(f"there is {where} that can be run: {command[0]}")
     return f"command {' '.join(command)} ({found})"
+
+
+def _restorer() -> Callable[[], None]:
+    """Sets environment variables, umask, `sys.path` and folder of the process to what they are now."""
+    environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
+    umask = os.umask(0o077)
+    os.umask(umask)
+
+    def restore() -> None:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.path[:] = path
+        os.umask(umask)
+        os.chdir(folder)
+
+    return restore
 
 
 def _environment(endpoint: ModelEndpoint) -> dict[str, str]:

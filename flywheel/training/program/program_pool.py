@@ -245,7 +245,7 @@ class ProgramPool:
                     result = RunResult(**answer["result"])
                     if child.loaded["is_math_equal"] and result.cause is None and result.reward is None:
                         result = _checked(result, request["task"])
-                    if answer["spent"] or child.has_grown:
+                    if answer["spent"] or child.has_grown or self._program.isolation == "run":
                         child.end()
                 except _RunEndedError as error:
                     result = RunResult(cause=error.cause, error=str(error))
@@ -326,6 +326,7 @@ def program_of(config: Config) -> AgentProgram | None:
         reward_function=rollout.reward_function or "",
         setup=rollout.setup or "",
         folder=str(agent.folder),
+        isolation=agent.isolation,
         seconds=rollout.agent_timeout_seconds,
         memory_bytes=round(rollout.agent_memory_gb * 1e9),
         auxiliary_models={

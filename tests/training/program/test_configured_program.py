@@ -14,7 +14,7 @@ from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import program_of
 from tests.cases import for_each
 
-AGENT = {"workflow": "agents/helper.py:run", "python": "env/bin/python"}
+AGENT = {"workflow": "agents/helper.py:run", "python": "env/bin/python", "isolation": "run"}
 
 
 def config(tmp_path: Path, **rollout: Any) -> Config:
@@ -43,6 +43,7 @@ def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         reward_function="agents.rewards:judge",
         setup=f"{tmp_path}/agents/helper.py:prepare",
         folder=str(tmp_path),
+        isolation="run",
         seconds=30.0,
         memory_bytes=2_500_000_000,
         auxiliary_models={"user": ModelEndpoint("http://h/v1", "m", "sk-1")},
