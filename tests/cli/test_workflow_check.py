@@ -203,7 +203,7 @@ def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
         1.0,
         {"tool_calls": 1.0},
     )
-    assert (ran.json["problems"], ran.json["notes"], ran.json["models"]) == ([], [], {"my-agent": 2})
+    assert (ran.json["problems"], ran.json["models"]) == ([], {"my-agent": 2})
     shown = flywheel("workflow", "check", AGENT, "--task", TASKS, "--url", url)
     assert "2. my-agent: 5 messages, tools multiply;" in shown.out
     assert "reward    1 (the agent returns a response and a reward: the rubric's score counts, and" in shown.out
@@ -289,9 +289,9 @@ def test_names_of_models_are_listed_and_answered_as_in_a_round(
     [note] = ran.json["notes"]
     assert note.startswith("the agent asks for gpt-9 2 times, which is neither an alias nor the base nor an")
     assert json.loads(ran.json["response"])[4] == "the model gpt-4o is refused (rollout.models)"
-    # Calls of the policy, as a round trains on them; the server knows its alias alone.
-    assert [each["model"] for each in policy.requests] == ["my-agent"] * 6
-    assert (len(ran.json["calls"]), [each["model"] for each in user.requests]) == (3, ["small"] * 2)
+    # Calls of the policy, as a round trains on them, in six runs each; the server knows its alias alone.
+    assert [each["model"] for each in policy.requests] == ["my-agent"] * 36
+    assert (len(ran.json["calls"]), [each["model"] for each in user.requests]) == (3, ["small"] * 12)
     assert "models    my-agent 1 time, gpt-9 2 times, small 1 time, gpt-4o 1 time\n" in shown.out
     assert f"note      {note}\n" in shown.out
 
