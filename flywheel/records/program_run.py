@@ -16,12 +16,14 @@ FailureCause = Literal[
 
 `timeout`: it ran too long. `memory`: it used too much. `raised`: the function raised, or the command's exit code was
 not 0. `ended`: the process of a function ended. `no_result`: it returned nothing, or nothing that is a result.
-`not_a_number`: a reward or metric that is not a finite number. `no_response`: no response for the rubric's judge, or
-no reward where one is needed. `bad_output`: the output of a command is not one JSON object. `left_processes`:
-processes that it started were still running.
+`not_a_number`: a reward or metric that is not a finite number, or a reward beyond ±1e6. `no_response`: no response
+for the rubric's judge, or no reward where one is needed. `bad_output`: the output of a command is not one JSON
+object. `left_processes`: processes that it started were still running.
 """
 
 
+LARGEST_REWARD: Final = 1e6
+"""Of either sign. Sums and squares of larger ones lose what rewards differ by, or overflow."""
 FAILURE_CAUSES: Final[tuple[FailureCause, ...]] = get_args(FailureCause)
 
 

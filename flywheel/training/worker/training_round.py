@@ -300,10 +300,12 @@ class Round:
         others = trained.with_gradient | set(released)
         asked = [task.task_id for task in self.spec.train if task.task_id not in others]
         without_gradient = [*asked, *self.spec.left_out]
+        ended = [each.reason for each in trained.stages if each.reason and each.outcome == "trained"]
         figures: dict[str, Any] = {
             "stages": trained.stages,
             "partly": trained.partly,
-            "steps": trained.steps,
+            "reason": trained.refusal or "; ".join(ended),
+            "steps": sum(each.steps for each in trained.stages),
             "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
             if trained.rollout_steps
             else None,
@@ -313,7 +315,7 @@ class Round:
             "reward_last": trained.reward_last,
         }
         if trained.refusal:
-            return self._result("refused", reason=trained.refusal, **figures)
+            return self._result("refused", **figures)
         assert trained.adapter is not None
         made = Path(trained.adapter.path)
         if not is_compared:
