@@ -61,6 +61,11 @@ class Training:
     unmeasured: dict[str, str] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def reason(self) -> str:
+        """Why there is no adapter, or why the stage that can end early, GRPO, did so."""
+        return self.refusal or "".join(each.reason for each in self.stages if each.outcome == "trained")
+
     def add(self, stage: Stage, trained: Trained, tasks: int, adapter: AdapterRef | None) -> None:
         outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
         why = trained.refusal or trained.ended

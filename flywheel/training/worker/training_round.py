@@ -300,11 +300,10 @@ class Round:
         others = trained.with_gradient | set(released)
         asked = [task.task_id for task in self.spec.train if task.task_id not in others]
         without_gradient = [*asked, *self.spec.left_out]
-        ended = [each.reason for each in trained.stages if each.reason and each.outcome == "trained"]
         figures: dict[str, Any] = {
             "stages": trained.stages,
             "partly": trained.partly,
-            "reason": trained.refusal or "; ".join(ended),
+            "reason": trained.reason,
             "steps": sum(each.steps for each in trained.stages),
             "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
             if trained.rollout_steps

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TOKENS = 40
 ALIAS = "my-agent"
 WORKFLOW = """
-import asyncio, json, urllib.error, urllib.request
+import asyncio, contextlib, json, urllib.error, urllib.request
 
 
 def ask(messages, model):
@@ -72,7 +72,10 @@ async def run(task, model, logger=None):
     while does == "loop":
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again"}]
         said = ask(messages, task["openai"])
-    if does != "one turn":
+    if does == "one too many":
+        with contextlib.suppress(urllib.error.HTTPError):
+            ask([*messages, {"role": "user", "content": "Again"}], task["openai"])
+    elif does != "one turn":
         messages += [
             {"role": "assistant", "content": [{"type": "text", "text": said}]},
             {"role": "user", "content": [{"type": "text", "text": "What is 1 plus 1?"}]},
@@ -373,9 +376,10 @@ def test_a_round_trains_on_the_agents_own_calls(
 def test_a_round_that_trained_no_token_is_refused_with_the_reason(
     engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout = rollout_settings(folder, max_turn_tokens=2, reward={"rubric": 0, "workflow": 1})
+    """Each rollout asks for one call more than it may have. Their rewards differ."""
+    rollout = rollout_settings(folder, max_turns=1, reward={"rubric": 0, "workflow": 1})
     masks = {"mask_truncated": True}
-    result = run_program_round(engine, tmp_path, monkeypatch, rollout, masks, does="one turn")
+    result = run_program_round(engine, tmp_path, monkeypatch, rollout, masks, does="one too many")
     assert (result.outcome, result.steps, result.adapter) == ("refused", 0, None)
     assert "step 2 has no token to train" in result.reason
     assert "24 of 24 rollouts reached a limit" in result.reason

@@ -202,12 +202,14 @@ def test_a_stage_that_ended_early_has_trained_and_says_why(actors: Actors, tmp_p
     made, _ = run(actors, tmp_path, {}, ended="three steps had nothing to train")
     [stage] = made.stages
     assert (stage.outcome, stage.reason, stage.steps) == ("trained", "three steps had nothing to train", 2)
-    assert (made.refusal, made.steps) == ("", 5), "rollouts of all steps have their numbers"
+    assert (made.refusal, made.reason, made.steps) == ("", stage.reason, 5), "all rollouts have their numbers"
+    both, _ = run(actors, tmp_path / "both", {"stages": ["sft", "grpo"]}, refused=["grpo"])
+    assert both.reason == "", "a stage that was skipped is no end of the training"
 
 
 def test_a_round_whose_only_stage_has_no_signal_is_refused(actors: Actors, tmp_path: Path) -> None:
     made, _ = run(actors, tmp_path, {}, refused=["grpo"])
-    assert (made.refusal, made.adapter) == ("nothing can be learned", None)
+    assert (made.refusal, made.adapter) == (made.reason, None) == ("nothing can be learned", None)
 
 
 def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(actors: Actors, tmp_path: Path) -> None:
