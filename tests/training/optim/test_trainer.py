@@ -16,7 +16,6 @@ from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch,
 from tests.factories.round import POLICY, round_spec
 from tests.training.data.rollouts import prompt, verdict
 
-EXTENDED = pytest.mark.extended
 STARTED = """
 import sys, tempfile
 from flywheel.training.optim.trainer import Trainer
@@ -70,8 +69,8 @@ class Cutting:
     [
         pytest.param(6, (2, 3, 4), 2, "step 5 has no token to train", id="what was trained is kept"),
         pytest.param(2, (0, 1), 0, "step 2 has no token to train", id="nothing was trained"),
-        pytest.param(6, (0, 1, 2), 0, "step 3 has no token to train", id="nor in three steps", marks=EXTENDED),
-        pytest.param(2, (0,), 1, "", id="a step was trained", marks=EXTENDED),
+        pytest.param(6, (0, 1, 2), 0, "step 3 has no token to train", id="nor in three steps"),
+        pytest.param(2, (0,), 1, "", id="a step was trained"),
     ],
 )
 def test_what_becomes_of_steps_without_a_token_to_train(
