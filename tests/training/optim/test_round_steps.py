@@ -498,8 +498,8 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
     assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
     equal, _ = debug(lambda request, number: 1.0)
     assert equal.summary == (
-        "0 of 8 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy or too hard for these"
-        " tasks; 0 rollouts are undecided"
+        "0 of 8 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy or too hard for"
+        " these tasks; 0 rollouts are undecided"
     )
     missed, replaced = debug(missing(planned.asked[0][1]))
     assert missed.summary == (
