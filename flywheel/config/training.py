@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from flywheel.config.section import HubName, Section, Share, UserPath, WebUrl
+from flywheel.records.program_run import LARGEST_REWARD
 from flywheel.records.selection import TaskClass
 from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
@@ -308,7 +309,7 @@ class TrainingSettings(Section):
     """Number of different prompts per step."""
     group_size: int = Field(default=8, ge=4)
     """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
-    rewards within 0.02, is not trained on."""
+    rewards within 0.02 (times `rollout.reward.range`), is not trained on."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     scheduler: Scheduler = "linear"
@@ -329,7 +330,7 @@ class TrainingSettings(Section):
     maximum length."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What advantages are divided by: the standard deviation of the group's rewards, or of the step's (`batch`), each
-    at least 0.1; or nothing."""
+    at least 0.1 (times `rollout.reward.range`); or nothing."""
     importance: Literal["truncated", "engine"] = "truncated"
     """How the difference between the engine's and the trainer's log-probabilities is treated. `truncated`: each
     token's loss is multiplied by its ratio of trainer to engine, at most `importance_cap`. `engine`: the engine's
@@ -337,8 +338,8 @@ class TrainingSettings(Section):
     importance_cap: float = Field(default=3.0, ge=1)
     """Upper limit of that ratio (`importance: truncated`)."""
     mask_truncated: bool = False
-    """Whether rollouts that reached their maximum length are left out of the loss. Their rewards count in their
-    groups in either case."""
+    """Whether rollouts that a limit of tokens, turns or time cut are left out of the loss, other than one that your
+    agent sets for its own call. Their rewards count in their groups in either case."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm."""
     micro_batch_size: int = Field(default=8, gt=0)
@@ -543,21 +544,29 @@ class RewardSettings(Section):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    rubric: float = Field(default=1.0, ge=0)
+    rubric: float = Field(default=1.0, ge=0, le=1e6)
     """Weight of the rubric's score. With 0, rounds do not ask the judge."""
-    workflow: float = Field(default=0.0, ge=0)
+    workflow: float = Field(default=0.0, ge=0, le=1e6)
     """Weight of the reward that the workflow or command returns, or of `rollout.reward_function`. Without
     `rollout.reward`, it is 1, and that of the rubric 0, if the first run of a round returns a number and no
     response."""
+    range: float = Field(default=1.0, gt=0, le=2 * LARGEST_REWARD)
+    """The largest minus the smallest reward that the workflow, command or `reward_function` gives. It multiplies the
+    0.02 within which rewards of a group count as equal, and the 0.1 that advantages are at least divided by. With a
+    weight of the rubric, whose scores have the range 1, the weighted mean of both does."""
 
     @model_validator(mode="after")
     def _is_some(self) -> Self:
         if not self.rubric and not self.workflow:
             raise ValueError("rubric and workflow are both 0: nothing would be rewarded")
+        if self.range != 1 and not self.workflow:
+            raise ValueError("range is that of the workflow's reward, which has no weight: set workflow, too")
         return self
 
 
 class RolloutSettings(Section):
+    model_config = ConfigDict(allow_inf_nan=False)
+
     agent: Annotated[
         Annotated[
             Annotated[Literal["reply", "recorded"], Tag("name")] | Annotated[AgentProgramSettings, Tag("program")],
@@ -593,7 +602,7 @@ class RolloutSettings(Section):
     reward_function: Function | None = None
     """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
     logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""
-    loop_reward: float | None = Field(default=0.0, allow_inf_nan=False)
+    loop_reward: float | None = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of a rollout in which a message loops that was cut off at its limit of tokens, whoever rewards it, where
     its own is not less. With `null`, it has its own. A loop that ended by itself is left to who rewards it."""
     max_turns: int = Field(default=16, gt=0)

@@ -308,7 +308,7 @@ async def train_on_files(
         begin = partial(trackers.begin, directory, tracking)
         result = await run_worker(spec, directory, config, python=python, begin=begin)
         decision = decide(result.comparison, config.gate) if result.comparison is not None else None
-        reason = decision.reason if decision is not None else result.reason or NOT_COMPARED
+        reason = result.reason or NOT_COMPARED if decision is None else result.explained(decision.reason)
         outcome = result.outcome if decision is None else "better" if decision.promote else "not shown to be better"
         trackers.end(directory, tracking, decision_of(outcome, reason, result.model_dump(include={"comparison"})))
     finally:

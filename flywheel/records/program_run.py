@@ -17,9 +17,10 @@ FailureCause = Literal[
 
 `timeout`: it ran too long. `memory`: it used too much. `raised`: the function raised, or the command's exit code was
 not 0. `ended`: the process of a function ended. `no_result`: it returned nothing, or nothing that is a result.
-`not_a_number`: a reward or metric that is not a finite number. `no_response`: no response for the rubric's judge, or
-no reward where one is needed. `bad_output`: the output of a command is not one JSON object. `left_processes`:
-processes that it started were still running. `left_threads`: threads that it started still ran the user's code.
+`not_a_number`: a reward or metric that is not a finite number, or a reward beyond ±1e6. `no_response`: no response
+for the rubric's judge, or no reward where one is needed. `bad_output`: the output of a command is not one JSON
+object. `left_processes`: processes that it started were still running. `left_threads`: threads that it started still
+ran the user's code.
 """
 CallFault = Literal["engine_error", "broken_stream", "abandoned_call"]
 """Why a run has no answer of the model to one of its requests, whatever it returned.
@@ -31,6 +32,8 @@ ENGINE_FAULTS: Final[frozenset[str]] = frozenset({"engine_error", "broken_stream
 """Those that say nothing about the adapter that answers. A call is also abandoned because an answer is long."""
 
 
+LARGEST_REWARD: Final = 1e6
+"""Of either sign. Sums and squares of larger ones lose what rewards differ by, or overflow."""
 FAILURE_CAUSES: Final[tuple[FailureCause, ...]] = get_args(FailureCause)
 
 

@@ -441,8 +441,9 @@ class StageResult(Frozen):
     stage: str
     outcome: Literal["trained", "skipped"]
     reason: str = ""
-    """Why it was skipped."""
+    """Why it was skipped, or ended early."""
     steps: int = 0
+    """Those that trained a token."""
     tasks: int = 0
     """The tasks that it could train on."""
 
@@ -454,6 +455,7 @@ class RoundResult(Frozen):
     outcome: Literal["trained", "compared", "refused", "debug", "evaluated"]
     """`compared`: nothing was trained, another trainer had made the adapter."""
     reason: str = ""
+    """Why it was refused, or training ended early."""
     adapter: AdapterRef | None = None
     """None after a debug round and after a refusal."""
     comparison: Comparison | None = None
@@ -475,6 +477,7 @@ class RoundResult(Frozen):
     """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
     stages: list[StageResult] = []
     steps: int = 0
+    """Those that trained a token; of a debug round, those that were rolled out."""
     sampling: Sampling | None = None
     """None if there were no rollouts."""
     reward_first: float | None = None
@@ -483,3 +486,7 @@ class RoundResult(Frozen):
     usage: dict[str, int] = {}
     versions: dict[str, str] = {}
     device: str = ""
+
+    def explained(self, decision: str) -> str:
+        """The gate's reason, with why training ended early."""
+        return f"{decision}; {self.reason}" if self.reason else decision

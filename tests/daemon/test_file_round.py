@@ -22,8 +22,10 @@ from flywheel.records.round import RoundResult, RoundSpec
 from flywheel.records.similarity import normalised
 from flywheel.training.data.loss_selection import by_loss
 from flywheel.training.data.round_directory import read_spec, settings_of
+from flywheel.training.gate.gate import decide
 from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config
+from tests.factories.gate import result_of
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"{n}+{n}?"}, {"role": "assistant", "content": str(2 * n)}]}
@@ -422,3 +424,16 @@ async def test_what_the_pool_of_a_file_did_not_choose_is_left_out(
     works(tmp_path, monkeypatch, f"echo '{result.model_dump_json()}' > $3/result.json")
     made = await train_on_files(spec, tmp_path / "round", config)
     assert "others of its pool have a higher loss" in made.left_out[spec.train[0].task_id]
+
+
+@pytest.mark.slow
+async def test_the_reason_says_that_training_ended_early(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "sft")
+    spec = spec_of(config, data, None, compares=False)
+    result = result_of(spec, reason="three steps had nothing to train")
+    works(tmp_path, monkeypatch, f"echo '{result.model_dump_json()}' > $3/result.json")
+    made = await train_on_files(spec, tmp_path / "round", config)
+    assert made.comparison is not None
+    assert made.reason == f"{decide(made.comparison, config.gate).reason}; three steps had nothing to train"

@@ -423,10 +423,11 @@ class Rounds:
             return
         await self._store.write(rounds.add_adapter, row, result, self._config.model.base)
         decision = decide(result.comparison, self._config.gate)
+        reason = result.explained(decision.reason)
         await self._store.write(gate_tests.record_decision, row.id, decision)
         if not decision.promote:
-            log.info("%s is rejected: %s", row.name, decision.reason)
-            await self._reject(row, decision.reason)
+            log.info("%s is rejected: %s", row.name, reason)
+            await self._reject(row, reason)
             return
         name, alias = result.adapter.name, own.config.model.alias
         # A crash may have followed the swap.
@@ -434,11 +435,11 @@ class Rounds:
             why := await self._store.read(waits_for, own.config, row)
         ):
             uses = own.config.training.max_uses
-            await self._store.write(rounds.let_wait, row, alias, decision.reason, why, uses)
+            await self._store.write(rounds.let_wait, row, alias, reason, why, uses)
             await self._note("")
             log.info("%s passed the gate and waits for %s", row.name, why)
             return
-        await self._promote(row, own, name, decision.reason)
+        await self._promote(row, own, name, reason)
 
     async def _report(self) -> None:
         """Send trackers the decisions on the last rounds, also those that were made elsewhere, or before a crash."""

@@ -106,40 +106,43 @@ def gate_rewards(
 MIN_REWARDS: Final = 4
 """Rollouts with a reward that a group needs: the mean of fewer is no baseline."""
 MIN_RANGE: Final = 0.02
-"""Range of rewards under which a group is dropped: its differences are noise of the judge."""
+"""Range under which a group is dropped, of rewards from 0 to 1: its differences are noise of the judge."""
 MIN_DEVIATION: Final = 0.1
-"""Smallest divisor of advantages. Without it, differences of 0.01 would have advantages around 1."""
+"""Smallest divisor of advantages, of such rewards. Without it, differences of 0.01 would have advantages around 1."""
 
 Scale = Literal["group", "batch", "none"]
 NoSignal = Literal["rewards", "spread"]
 
 
-def no_signal(rewards: Sequence[float]) -> NoSignal | None:
-    """What a group with these rewards lacks: enough of them, or a difference; None if it can be trained on."""
+def no_signal(rewards: Sequence[float], span: float = 1.0) -> NoSignal | None:
+    """What a group with these rewards lacks: enough of them, or a difference; None if it can be trained on. `span` is
+    the range that rewards are expected to have."""
     if len(rewards) < MIN_REWARDS:
         return "rewards"
     # Rounding: 0.52 - 0.5 is a little more than 0.02, and 0.62 - 0.6 a little less.
-    return None if max(rewards) - min(rewards) >= MIN_RANGE - 1e-9 else "spread"
+    return None if max(rewards) - min(rewards) >= (MIN_RANGE - 1e-9) * span else "spread"
 
 
 def group_advantages(
-    groups: Sequence[int], rewards: Sequence[float | None], scale: Scale = "group"
+    groups: Sequence[int], rewards: Sequence[float | None], scale: Scale = "group", span: float = 1.0
 ) -> list[float | None]:
     """The advantage of each rollout, given its group and its reward; None for rollouts that are not trained on.
 
     A = (reward - mean) / max(deviation, 0.1) over the rollouts of the group that have a reward (DeepSeekMath, arXiv
     2402.03300, with a floor). The deviation is the sample's, as in TRL; `batch` takes that of all rewards of the
-    step, `none` divides by nothing. A group with fewer than 4 rewards, or rewards within 0.02, is dropped.
+    step, `none` divides by nothing. A group with fewer than 4 rewards, or rewards within 0.02, is dropped. Both
+    limits are multiplied by `span`, the range that rewards are expected to have.
     """
     of_group: defaultdict[int, list[float]] = defaultdict(list)
     for group, reward in zip(groups, rewards, strict=True):
         if reward is not None:
             of_group[group].append(reward)
-    whole = _deviation([reward for values in of_group.values() for reward in values])
+    floor = MIN_DEVIATION * span
+    whole = _deviation([reward for values in of_group.values() for reward in values], floor)
     baselines = {
-        group: (statistics.fmean(values), {"group": _deviation(values), "batch": whole, "none": 1.0}[scale])
+        group: (statistics.fmean(values), {"group": _deviation(values, floor), "batch": whole, "none": 1.0}[scale])
         for group, values in of_group.items()
-        if no_signal(values) is None
+        if no_signal(values, span) is None
     }
     return [
         None if reward is None or group not in baselines else (reward - baselines[group][0]) / baselines[group][1]
@@ -147,13 +150,13 @@ def group_advantages(
     ]
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return max(MIN_DEVIATION, statistics.stdev(values) if len(values) > 1 else 0.0)
+def _deviation(values: Sequence[float], floor: float) -> float:
+    return max(floor, statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
 Drop = Literal["misses", NoSignal, "surplus"]
 """Why a group is dropped: too many of its rollouts ended by a miss, it has fewer than 4 rewards, its rewards are
-within 0.02, or the step has enough groups without it."""
+within 0.02 times the range that they are expected to have, or the step has enough groups without it."""
 
 
 def dropped_groups(
@@ -161,9 +164,11 @@ def dropped_groups(
     rewards: Sequence[float | None],
     missed: Sequence[bool | None],
     most: int | None = None,
+    span: float = 1.0,
 ) -> dict[int, Drop]:
     """The groups that are dropped, given each rollout's group, its reward, and whether it ended by a miss (None if it
-    failed for another reason). The first `most` of the others are kept."""
+    failed for another reason). The first `most` of the others are kept. `span` is the range that rewards are expected
+    to have."""
     rewards_of: defaultdict[int, list[float]] = defaultdict(list)
     missed_of: defaultdict[int, list[bool | None]] = defaultdict(list)
     for group, reward, is_miss in zip(groups, rewards, missed, strict=True):
@@ -176,7 +181,7 @@ def dropped_groups(
         # A group without a miss that has too few rollouts lacks rewards.
         if any(misses) and not is_complete(misses):
             dropped[group] = "misses"
-        elif lacking := no_signal(rewards_of[group]):
+        elif lacking := no_signal(rewards_of[group], span):
             dropped[group] = lacking
         elif most is not None and kept == most:
             dropped[group] = "surplus"

@@ -218,12 +218,13 @@ def reply(
 
 @dataclass(frozen=True, slots=True)
 class RewardWeights:
-    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout; and the most that
-    one with a loop gets (`rollout.loop_reward`)."""
+    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout; the most that one
+    with a loop gets (`rollout.loop_reward`); and the range of the agent's own (`rollout.reward.range`)."""
 
     rubric: float = 1.0
     program: float = 0.0
     loop: float | None = 0.0
+    range: float = 1.0
 
     def mean(self, score: float | None, own: float | None) -> float | None:
         """The weighted mean; None if a part with a weight is missing."""
@@ -355,18 +356,34 @@ class RolloutBatch:
         return len({rollout.request.group for rollout in self.rollouts})
 
     @property
+    def reward_range(self) -> float:
+        """The one that rewards are expected to have. That of scores is 1."""
+        weights = self.rollouts[0].weights if self.rollouts else RewardWeights()
+        return weights.mean(1.0, weights.range) or 1.0
+
+    @property
+    def rewards_of_groups(self) -> list[list[float]]:
+        """Those of each group that has any."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
+        for rollout in self.rollouts:
+            if (reward := rollout.reward) is not None:
+                found[rollout.request.group].append(reward)
+        return list(found.values())
+
+    @property
     def dropped(self) -> dict[int, Drop]:
         """The groups that are not trained on, and why."""
         rollouts = self.rollouts
         groups, rewards = [each.request.group for each in rollouts], [each.reward for each in rollouts]
-        return dropped_groups(groups, rewards, [each.missed for each in rollouts], self.most_groups)
+        missed = [each.missed for each in rollouts]
+        return dropped_groups(groups, rewards, missed, self.most_groups, self.reward_range)
 
     def advantages(self, scale: Scale = "group") -> list[float | None]:
         """One for each rollout; None for those that are not trained on (`group_advantages`)."""
         groups = [rollout.request.group for rollout in self.rollouts]
         left_out = {group for group, why in self.dropped.items() if why in ("misses", "surplus")}
         rewards = [None if each.request.group in left_out else each.reward for each in self.rollouts]
-        return group_advantages(groups, rewards, scale)
+        return group_advantages(groups, rewards, scale, self.reward_range)
 
     def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[TrainingRow]:
         """The samples to train on, without those that have no trained token. `mask_truncated` leaves out truncated
@@ -491,16 +508,11 @@ def mean(values: Sequence[float]) -> float | None:
     try:
         return math.fsum(values) / len(values) if values else None
     except OverflowError:
-        # Rewards of the user's agent may be any finite numbers.
+        # Metrics of the user's agent may be any finite numbers.
         return math.fsum(value / len(values) for value in values)
 
 
 def deviation(values: Sequence[float]) -> float | None:
     """Population standard deviation."""
     center = mean(values)
-    if center is None:
-        return None
-    try:
-        return math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
-    except OverflowError:
-        return math.hypot(*(v - center for v in values)) / math.sqrt(len(values))
+    return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))

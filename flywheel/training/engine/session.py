@@ -83,7 +83,7 @@ class Session:
     Attributes:
         models: The names of its models; the first is the one that is trained.
         generated: Number of generated tokens of all calls.
-        is_truncated: Whether a limit of the rollout refused a call.
+        is_truncated: Whether a limit of the rollout refused a call or cut a message.
         is_full: Whether the last prompt left no room in the context.
     """
 
@@ -250,6 +250,7 @@ class Session:
         status, answer = await self._app.chat(request, limits)
         if status == 200 and not is_frozen:
             self._record(body, answer)
+            self.is_truncated |= self._is_cut(request, limits)
         reply = SessionReply(status, self._stripped(body, answer) if status == 200 else answer)
         if not is_frozen:
             self.is_full = reply.is_too_long
@@ -260,6 +261,14 @@ class Session:
         if self._tokens is not None:
             bounds.append(self._tokens - self.generated)
         return Limits(self._context, min(bounds, default=None), server_default=self._as_served)
+
+    def _is_cut(self, request: Mapping[str, Any], limits: Limits) -> bool:
+        """Whether a limit of the rollout or the server ended the last recorded message. One that the client asked
+        for, below these, is its own matter."""
+        call = self._recorded[-1]
+        room = min(limits.context - len(call.prompt_ids), limits.context if limits.tokens is None else limits.tokens)
+        is_asked = "max_tokens" in request or "max_completion_tokens" in request
+        return call.finish_reason == "length" and (not is_asked or len(call.token_ids) >= room)
 
     def _record(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         [choice] = answer["choices"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -59,12 +58,8 @@ class CollapseWatch:
         done = [rollout.completion for rollout in batch.rollouts if not rollout.completion.error]
         if entropy is None:
             entropy = mean([-each for completion in done for each in completion.logprobs if each is not None])
-        rewards: defaultdict[int, list[float]] = defaultdict(list)
-        for rollout in batch.rollouts:
-            if rollout.reward is not None:
-                rewards[rollout.request.group].append(rollout.reward)
         tokens = mean([float(len(completion.token_ids)) for completion in done])
-        self.add(StepFigures(entropy, tokens, [statistics.fmean(group) for group in rewards.values()]))
+        self.add(StepFigures(entropy, tokens, [statistics.fmean(group) for group in batch.rewards_of_groups]))
 
     def add(self, step: StepFigures) -> None:
         """Raises CollapsedError when the policy has collapsed: each of the last three steps has a sign of it, and

@@ -78,7 +78,7 @@ class Collector:
             max_thread=settings.judge.max_thread,
             timeout_seconds=_batch_seconds(settings),
             meter=meter,
-            weights=RewardWeights(reward.rubric, reward.workflow, settings.rollout.loop_reward),
+            weights=RewardWeights(reward.rubric, reward.workflow, settings.rollout.loop_reward, reward.range),
             store=store,
             calls=calls,
         )

@@ -16,7 +16,7 @@ Differences from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and from TRL's 
 4.  No KL term unless `training.beta` is set.
 5.  Advantages are divided by a deviation of at least 0.1. Groups with fewer than 4 rewards or rewards within 0.02 are
     dropped, and a rollout without a reward (undecided judge, failed engine) leaves its group smaller; neither is part
-    of the loss or of its denominator.
+    of the loss or of its denominator. `rollout.reward.range` multiplies both numbers for a workflow's rewards.
 6.  The prompts of each step are fixed before the round, each used equally often, instead of sampled at random.
 """
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.config.file import Config
-from flywheel.config.training import Quantization
+from flywheel.config.training import AgentProgramSettings, Quantization, RolloutSettings
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import StoredSteps, restored_batch
-from flywheel.training.data.groups import Reserve, growing_misses
+from flywheel.training.data.groups import MIN_RANGE, Reserve, growing_misses
 from flywheel.training.data.prompts import Prompt, schedule, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, RolloutRequest, add_usage
 from flywheel.training.data.round_progress import Meter, Metrics
@@ -28,6 +28,8 @@ FIRST_LOOK = 2
 """Number of first steps without different rewards after which a round is refused; one could be chance."""
 
 
+MOST_UNTRAINED: Final = 3
+"""Number of successive steps without a token to train after which training ends. One or two could be chance."""
 WIDEST_GAP: Final = 0.2
 """The largest `logprob_gap`, in nats, of the first step of a round whose trainer has a quantised base model.
 
@@ -41,37 +43,62 @@ class RoundRefusedError(Exception):
     """Nothing can be learned in this round, or its policy has collapsed; the message says why."""
 
 
-def refuse_without_spread(batches: Sequence[RolloutBatch], min_share: float) -> None:
+class UntrainedError(RoundRefusedError):
+    """Steps in a row had no token to train. The adapter is that of the step before them, if there was one."""
+
+
+def refuse_without_spread(batches: Sequence[RolloutBatch], min_share: float, rollout: RolloutSettings) -> None:
     """Raise RoundRefusedError when too few groups have few misses and rewards that differ: the others are dropped.
 
     Raises TrainError when the judge gave no reward at all, in which case the tasks can be used by another round.
     """
     groups = sum(batch.groups for batch in batches)
-    spread = sum(batch.groups_with_spread for batch in batches)
-    if spread > min_share * groups:
+    if sum(batch.groups_with_spread for batch in batches) > min_share * groups:
         return
-    rewards = [reward for batch in batches for reward in batch.rewards]
     missed = sum(batch.missed for batch in batches)
-    if not rewards and sum(batch.undecided for batch in batches) >= missed:
+    if not any(batch.rewards for batch in batches) and sum(batch.undecided for batch in batches) >= missed:
         raise TrainError(
             "learn from the first steps of the round",
             "no rollout has a reward",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
+    raise RoundRefusedError(f"nothing can be learned in the first steps: {_why_dropped(batches, rollout)}")
+
+
+def _why_dropped(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
+    """How many groups can be trained on, and what may be wrong with the others."""
+    groups = sum(batch.groups for batch in batches)
+    spread = sum(batch.groups_with_spread for batch in batches)
+    rewards = [reward for batch in batches for reward in batch.rewards]
     seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards"
     dropped = Counter(why for batch in batches for why in batch.dropped.values())
     if dropped["misses"]:
-        total = sum(len(batch.rollouts) for batch in batches)
-        raise RoundRefusedError(
-            f"nothing can be learned: {spread} of {groups} groups in the first steps can be trained on ({seen});"
+        missed, total = sum(batch.missed for batch in batches), sum(len(batch.rollouts) for batch in batches)
+        return (
+            f"{spread} of {groups} groups can be trained on ({seen});"
             f" {dropped['misses']} were dropped because {missed} of {total} rollouts ended at a call without a"
             " recorded result: the policy calls tools differently from the traces (rollout.tools)"
         )
-    raise RoundRefusedError(
-        f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
-        " the rubric may be too easy or too hard for these tasks"
-    )
+    found, agent = [f"{spread} of {groups} groups have rewards that differ ({seen})"], rollout.agent
+    if dropped["spread"] and rollout.weights.workflow and isinstance(agent, AgentProgramSettings):
+        widest = max(max(group) - min(group) for batch in batches for group in batch.rewards_of_groups)
+        by = rollout.reward_function or agent.workflow or " ".join(agent.command or ())
+        found.append(
+            f"the largest range in a group is {widest:.3g}, where less than {MIN_RANGE * batches[0].reward_range:.3g}"
+            f" counts as none: set rollout.reward.range ({rollout.weights.range:g}) to that of the rewards of {by}"
+        )
+    if dropped["spread"] and rollout.weights.rubric:
+        found.append("the rubric may be too easy or too hard for these tasks")
+    return "; ".join(found)
+
+
+def why_untrained(batch: RolloutBatch, settings: Config) -> str:
+    """Why a step with these rollouts has no token to train."""
+    cut, masks = sum(each.completion.truncated for each in batch.rollouts), settings.training.mask_truncated
+    left_out = " and are left out (training.mask_truncated)" if cut and masks else ""
+    limit = f"{cut} of {len(batch.rollouts)} rollouts reached a limit of tokens, turns or time{left_out}"
+    return f"{_why_dropped([batch], settings.rollout)}; {limit}"
 
 
 def refuse_wide_gap(gap: float | None, quantization: Quantization | None) -> None:
@@ -123,7 +150,7 @@ def roll_out_only(
     for batch in batches:
         usage = add_usage(usage, batch.usage())
         system_prompts += batch.system_prompts
-    return DebugRun(len(batches), means[0], means[-1], _summary(batches), usage, system_prompts)
+    return DebugRun(len(batches), means[0], means[-1], _summary(batches, settings.rollout), usage, system_prompts)
 
 
 def roll_out(
@@ -154,7 +181,7 @@ def roll_out(
         yield batch
 
 
-def _summary(batches: Sequence[RolloutBatch]) -> str:
+def _summary(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
     """How many groups a round would train on, and what happened to the others."""
 
     def total(figure: Callable[[RolloutBatch], int]) -> int:
@@ -163,7 +190,8 @@ def _summary(batches: Sequence[RolloutBatch]) -> str:
     spread, groups = total(lambda batch: batch.groups_with_spread), total(lambda batch: batch.groups)
     undecided, missed = total(lambda batch: batch.undecided), total(lambda batch: batch.missed)
     dropped = total(lambda batch: list(batch.dropped.values()).count("misses"))
-    parts = [f"{spread} of {groups} groups have rewards that differ", f"{undecided} rollouts are undecided"]
+    differ = f"{spread} of {groups} groups have rewards that differ" if spread else _why_dropped(batches, rollout)
+    parts = [differ, f"{undecided} rollouts are undecided"]
     if missed:
         parts.append(
             f"{missed} of {total(lambda batch: len(batch.rollouts))} ended at a call without a recorded result,"

@@ -63,11 +63,14 @@ from flywheel.training.optim.ranks import EndedError, Ranks, open_store, reach_s
 from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
+    MOST_UNTRAINED,
     RoundRefusedError,
     RoundSteps,
+    UntrainedError,
     refuse_growing_misses,
     refuse_wide_gap,
     refuse_without_spread,
+    why_untrained,
 )
 
 log = logging.getLogger("flywheel.training.worker")
@@ -97,6 +100,7 @@ class Trained:
     """The result of a training run. With `refusal` there is no adapter."""
 
     steps: int
+    """How many had a token to train."""
     reward_first: float | None
     reward_last: float | None
     refusal: str = ""
@@ -107,6 +111,8 @@ class Trained:
     """Number of rollouts of each."""
     with_gradient: frozenset[str] = frozenset()
     """Ids of the tasks that gave a gradient."""
+    ended: str = ""
+    """Why training ended early; empty if it did not."""
 
 
 class Trainer(RoundActor):
@@ -203,7 +209,7 @@ class Trainer(RoundActor):
         if not self._ranks.is_first:
             return self._follow(self._trainer(settings, _nothing, _nothing, longest, adapter))
         meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
-        store, refusal = GradedRollouts(self._directory), ""
+        store, refusal, ended = GradedRollouts(self._directory), "", ""
         with Collector.of(settings, engines, make_grade(self._directory, meter.pause), meter, store) as collector:
             sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
@@ -223,16 +229,19 @@ class Trainer(RoundActor):
                 good = last_checkpoint(adapter.parent, updates * last_good)
                 refusal = str(reason)
                 if training.on_collapse == "gate" and good is not None:
-                    log.warning("%s; the gate tests the adapter after step %d", reason, good.updates // updates)
+                    refusal, ended = "", f"{reason}; its adapter is that of step {good.updates // updates}"
                     adapter_of_checkpoint(good.path, adapter)
-                    refusal = ""
+            except UntrainedError as reason:
+                ended = str(reason)
             except RoundRefusedError as reason:
                 refusal = str(reason)
+        if not refusal and not run.steps_trained:
+            refusal = ended or run.untrained
         if not refusal and not adapter.exists():
             save_adapter(self._model, adapter)
         sync.clean_up()
         return Trained(
-            run.steps_done,
+            run.steps_trained,
             run.reward_first,
             run.reward_last,
             refusal,
@@ -240,6 +249,7 @@ class Trainer(RoundActor):
             run.usage,
             run.system_prompts,
             frozenset(run.with_gradient),
+            ended,
         )
 
     def imitate(
@@ -416,7 +426,10 @@ class TrainingRun:
         self._miss_shares: list[list[float]] = []
         self._miss_shares_of_calling: list[list[float]] = []
         self._step_started = time.monotonic()
-        self.steps_done = self.steps_collected = 0
+        self.steps_done = self.steps_collected = self.steps_trained = 0
+        self.untrained = ""
+        """The last step without a token to train, and why it had none."""
+        self._untrained_in_a_row = 0
         self.reward_first: float | None = None
         self.reward_last: float | None = None
         self.usage: dict[str, int] = {}
@@ -481,6 +494,11 @@ class TrainingRun:
             raise
         rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
         self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
+        self._untrained_in_a_row = 0 if rows else self._untrained_in_a_row + 1
+        if not rows:
+            why = why_untrained(batch, self._settings)
+            self.untrained = f"step {self._before + step + 1} has no token to train: {why}"
+            log.warning("%s; it counts as no step", self.untrained)
         return rows
 
     def _collected(self, step: int) -> RolloutBatch:
@@ -506,7 +524,7 @@ class TrainingRun:
         if step < FIRST_LOOK:
             self._first.append(batch)
             if len(self._first) == min(FIRST_LOOK, training.steps):
-                refuse_without_spread(self._first, training.min_spread_share)
+                refuse_without_spread(self._first, training.min_spread_share, self._settings.rollout)
         self._miss_shares.append(self._steps.miss_shares(batch))
         self._miss_shares_of_calling.append(self._steps.miss_shares(batch, of_calling=True))
         refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
@@ -521,10 +539,13 @@ class TrainingRun:
             self._gap = logs.get("rows/logprob_gap")
             refuse_wide_gap(self._gap, self._settings.model.trainer_quantization)
         self._collapse.rolled_out(logs.get("rows/entropy"), self._batch)
+        if self._untrained_in_a_row == MOST_UNTRAINED:
+            raise UntrainedError(f"{self.untrained}; training ended after {MOST_UNTRAINED} such steps in a row")
 
     def _count(self, step: int) -> None:
         """Count a completed step with the rewards of its rollouts."""
         self.steps_done = step
+        self.steps_trained += not self._untrained_in_a_row
         self.reward_last = mean(self._batch.rewards)
         self.reward_first = self.reward_last if step == 1 else self.reward_first
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
 
-from flywheel.records.program_run import FailureCause
+from flywheel.records.program_run import LARGEST_REWARD, FailureCause
 from flywheel.system.python_files import FunctionName, parsed
 from flywheel.training.program import trinity
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
@@ -327,7 +327,9 @@ def _reward(value: Any) -> float:
     # Those of NumPy are called `bool` or `bool_`.
     if type(value).__name__ in ("bool", "bool_"):
         raise ResultError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
-    return _finite(value, "reward")
+    if abs(number := _finite(value, "reward")) > LARGEST_REWARD:
+        raise ResultError("not_a_number", f"its reward is {shown(value)}, which is beyond ±{LARGEST_REWARD:,.0f}")
+    return number
 
 
 def _finite(value: Any, what: str) -> float:

@@ -73,15 +73,16 @@ async def roll_out(
     calls = session.calls
     made = timelines(calls)
     loop = await asyncio.to_thread(cut_loop, calls)
-    is_cut = session.is_truncated or (bool(calls) and calls[-1].finish_reason == "length")
+    is_cut = session.is_truncated
     # How a run failed says more about a call that it gave up.
     if (fault := session.fault) is not None and (run.cause is None or fault[0] in ENGINE_FAULTS):
         why = f"a call of the model has no answer, nor has a retry of it ({fault[0]}): {fault[1]}"
         return _failed(run, made, fault[0], why, truncated=is_cut)
     if run.cause is not None:
         is_decided = bool(loop) and setup.rewards_loops
-        is_cut = is_cut or session.is_full or is_decided
-        if fault is not None or not calls or not is_cut or (setup.needs_reward and not is_decided):
+        is_cut = is_cut or session.is_full
+        is_limited = is_cut or is_decided
+        if fault is not None or not calls or not is_limited or (setup.needs_reward and not is_decided):
             return _failed(run, made, run.cause, f"the agent failed ({run.cause}): {run.error}", truncated=is_cut)
     if not calls:
         why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"

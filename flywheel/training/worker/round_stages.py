@@ -61,11 +61,15 @@ class Training:
     unmeasured: dict[str, str] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def reason(self) -> str:
+        """Why there is no adapter, or why the stage that can end early, GRPO, did so."""
+        return self.refusal or "".join(each.reason for each in self.stages if each.outcome == "trained")
+
     def add(self, stage: Stage, trained: Trained, tasks: int, adapter: AdapterRef | None) -> None:
         outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
-        self.stages.append(
-            StageResult(stage=stage, outcome=outcome, reason=trained.refusal, steps=trained.steps, tasks=tasks)
-        )
+        why = trained.refusal or trained.ended
+        self.stages.append(StageResult(stage=stage, outcome=outcome, reason=why, steps=trained.steps, tasks=tasks))
         # Rollouts of the step that ended a stage are stored with its number, too.
         self.steps += max(trained.steps, trained.rollout_steps)
         self.usage = add_usage(self.usage, trained.usage)
@@ -150,6 +154,8 @@ class Stages:
                 trained = replace(trained, refusal=why, with_gradient=frozenset())
             if trained.refusal:
                 log.warning("stage %s is skipped: %s", stage, trained.refusal)
+            elif trained.ended:
+                log.warning("stage %s ended early: %s", stage, trained.ended)
             adapter = None if trained.refusal else adapter_of(f"{self._spec.round_id}-{stage}", path)
             training.add(stage, trained, len(own), adapter)
             write_atomic(path.parent / TRAINED_FILE, _TRAINING.dump_json(training))

@@ -326,7 +326,8 @@ class Round:
         figures: dict[str, Any] = {
             "stages": trained.stages,
             "partly": trained.partly,
-            "steps": trained.steps,
+            "reason": trained.reason,
+            "steps": sum(each.steps for each in trained.stages),
             "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
             if trained.rollout_steps
             else None,
@@ -336,7 +337,7 @@ class Round:
             "reward_last": trained.reward_last,
         }
         if trained.refusal:
-            return self._result("refused", reason=trained.refusal, **figures)
+            return self._result("refused", **figures)
         assert trained.adapter is not None
         made = Path(trained.adapter.path)
         if not is_compared:

@@ -44,6 +44,13 @@ async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(whe
     assert (decision.reason_code, decision.reason, decision.min_tasks) == (DecisionReason.BETTER, row.reason, 2)
 
 
+async def test_a_decision_says_that_training_ended_early(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), reason="three steps had nothing to train")
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    decision = await wheel.store.read(gate_tests.decision_of, 1)
+    assert (await wheel.row()).reason == f"{decision.reason}; three steps had nothing to train"
+
+
 REFUSED = {"outcome": "refused", "adapter": None, "comparison": None, "reason": "no spread"}
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import TrainError
-from flywheel.records.program_run import RunResult
+from flywheel.records.program_run import LARGEST_REWARD, RunResult
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps, restored_batch
 from flywheel.training.data.rollout import (
@@ -33,6 +33,7 @@ from flywheel.training.data.samples import Sample
 from tests.training.data.rollouts import batch, failed, missed, recorded, request, rollout
 
 finite = st.floats(allow_nan=False, allow_infinity=False, width=64)
+rewards = st.floats(-LARGEST_REWARD, LARGEST_REWARD)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
@@ -51,7 +52,7 @@ def completions(draw: st.DrawFn) -> Completion:
     called = st.builds(
         lambda outcome, repeats: AnsweredCall("", "add", outcome, None, repeats), outcomes, st.booleans()
     )
-    run = draw(st.none() | st.builds(RunResult, reward=st.none() | finite, metrics=st.just({"won": 1.0})))
+    run = draw(st.none() | st.builds(RunResult, reward=st.none() | rewards, metrics=st.just({"won": 1.0})))
     return Completion(
         text=draw(texts),
         samples=made,
@@ -209,7 +210,6 @@ def test_log_probabilities_rewards_and_advantages_are_stored_exactly() -> None:
     assert line["advantage"] == 1 / 3
 
 
-def test_figures_of_huge_rewards_do_not_overflow() -> None:
-    assert deviation([0.0, 1.9e154]) == pytest.approx(0.95e154)
+def test_the_mean_of_huge_metrics_does_not_overflow() -> None:
     assert mean([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
     assert deviation([1.0, 3.0]) == 1.0

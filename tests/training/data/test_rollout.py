@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from flywheel.config.file import Config
+from flywheel.config.training import RolloutSettings
 from flywheel.errors import TrainError
+from flywheel.records.program_run import LARGEST_REWARD, RunResult
 from flywheel.records.round import RoundSpec
+from flywheel.records.verdict import Outcome, Verdict
 from flywheel.training.data.rollout import (
     Completion,
     RewardWeights,
@@ -19,6 +24,7 @@ from flywheel.training.data.rollout import (
     mean,
     system_prompts_of,
 )
+from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.round_steps import RoundRefusedError, refuse_without_spread, step_requests
 from tests.factories.task import round_task
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout
@@ -99,15 +105,82 @@ def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
 
 
 def test_a_round_without_spread_is_refused_with_the_figures() -> None:
-    with pytest.raises(RoundRefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
-        refuse_without_spread([batch([0] * 4, [1] * 4), batch([0, 1, 1, None], [None, None])], 0.0)
+    settings = RolloutSettings()
+    with pytest.raises(
+        RoundRefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\); the rubric may be too easy or too hard"
+    ):
+        refuse_without_spread([batch([0] * 4, [1] * 4), batch([0, 1, 1, None], [None, None])], 0.0, settings)
     with pytest.raises(TrainError, match="no rollout has a reward") as caught:
-        refuse_without_spread([batch([None, None])], 0.0)
+        refuse_without_spread([batch([None, None])], 0.0, settings)
     assert caught.value.retryable
     some = [batch([0] * 4, [0] * 4), batch([0, 1, 0, 0], [0] * 4)]
-    refuse_without_spread(some, 0.0)
+    refuse_without_spread(some, 0.0, settings)
     with pytest.raises(RoundRefusedError):
-        refuse_without_spread(some, 0.25)
+        refuse_without_spread(some, 0.25, settings)
+
+
+def of_program(settings: RolloutSettings, *groups: Sequence[float], score: float | None = None) -> RolloutBatch:
+    """Rollouts of the user's agent with these rewards of its own, and a score of the rubric if it has a weight."""
+    reward = settings.weights
+    weights = RewardWeights(reward.rubric, reward.workflow, range=reward.range)
+    made = [
+        replace(each, completion=replace(each.completion, run=RunResult(reward=own)), weights=weights)
+        for group, rewards in enumerate(groups)
+        for own in rewards
+        for each in [rollout(group, score)]
+    ]
+    return RolloutBatch(tuple(made))
+
+
+@pytest.mark.parametrize(
+    ("settings", "by"),
+    [
+        ({"agent": {"workflow": "shop.buy:run"}}, "shop.buy:run"),
+        ({"agent": {"command": ["node", "agent.mjs"]}}, "node agent.mjs"),
+        ({"agent": {"workflow": "shop.buy:run"}, "reward_function": "shop.judge:price"}, "shop.judge:price"),
+    ],
+)
+def test_a_workflow_whose_rewards_hardly_differ_is_named_with_their_range(settings: dict[str, Any], by: str) -> None:
+    """No rubric is asked, so none is blamed."""
+    given = RolloutSettings.model_validate({**settings, "reward": {"rubric": 0, "workflow": 1}})
+    some = of_program(given, [0, 0.001, 0.002, 0], [0.004, 0.005, 0.004, 0.019])
+    assert some.dropped == {0: "spread", 1: "spread"}
+    with pytest.raises(RoundRefusedError) as refused:
+        refuse_without_spread([some], 0.0, given)
+    assert str(refused.value) == (
+        "nothing can be learned in the first steps: 0 of 2 groups have rewards that differ (rewards from 0 to 0.019);"
+        " the largest range in a group is 0.015, where less than 0.02 counts as none: set rollout.reward.range (1) to"
+        f" that of the rewards of {by}"
+    )
+    given = RolloutSettings.model_validate({**settings, "reward": {"rubric": 0, "workflow": 1, "range": 0.02}})
+    some = of_program(given, [0, 0.001, 0.002, 0], [0.004, 0.005, 0.004, 0.019])
+    refuse_without_spread([some], 0.0, given)
+    assert (some.dropped, len(some.rows())) == ({}, 8)
+
+
+def test_with_the_rubric_the_range_is_the_mean_of_both() -> None:
+    given = {"agent": {"workflow": "shop.buy:run"}, "reward": {"rubric": 1, "workflow": 3, "range": 9}}
+    settings = RolloutSettings.model_validate(given)
+    some = of_program(settings, [0, 0.1, 0.1, 0.1], [0, 0.2, 0.2, 0.2], score=0.5)
+    assert some.reward_range == 7
+    assert some.dropped == {0: "spread"}, "0.075 is within 0.14, and 0.15 is not"
+    with pytest.raises(RoundRefusedError, match=r"rewards of shop\.buy:run; the rubric may be too easy"):
+        refuse_without_spread([some], 0.5, settings)
+
+
+def test_a_collector_makes_rollouts_with_the_range_of_the_settings() -> None:
+    given = {"agent": {"workflow": "shop.buy:run"}, "reward": {"rubric": 0, "workflow": 1, "range": 40}}
+    with Collector.of(
+        Config.model_validate({"rollout": given}), [], lambda _: Verdict(Outcome.UNDECIDED, None)
+    ) as made:
+        assert RolloutBatch((replace(rollout(0, 1), weights=made.weights),)).reward_range == 40
+    assert batch([1]).reward_range == RolloutBatch(()).reward_range == 1
+
+
+def test_the_largest_rewards_have_a_mean_a_deviation_and_advantages() -> None:
+    some = batch([LARGEST_REWARD, -LARGEST_REWARD] * 128, [LARGEST_REWARD, -LARGEST_REWARD] * 2)
+    assert (some.summary()["reward_mean"], some.summary()["reward_std"]) == (0, LARGEST_REWARD)
+    assert {round(abs(each), 1) for each in some.advantages() if each is not None} == {0.9, 1.0}
 
 
 def test_mean_and_deviation_by_hand() -> None:

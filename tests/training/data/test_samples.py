@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.groups import group_advantages
+from flywheel.training.data.groups import Scale, dropped_groups, group_advantages
 from flywheel.training.data.rollout import Rollout, RolloutBatch, reply
 from flywheel.training.data.samples import (
     Pair,
@@ -73,6 +74,20 @@ def test_groups_are_compared_within_themselves_and_scaled_as_configured() -> Non
     assert group_advantages(groups, rewards)[:2] == pytest.approx([0.75 / 0.5, 0.1 / 0.2])
     whole = statistics.stdev(rewards)
     assert group_advantages(groups, rewards, "batch")[:2] == pytest.approx([0.75 / whole, 0.1 / whole])
+
+
+@pytest.mark.parametrize("span", [0.002, 40.0, 1e6])
+def test_rewards_of_another_range_have_the_same_groups_and_advantages(span: float) -> None:
+    groups = [group for group in range(3) for _ in range(4)]
+    rewards = [0.5, 0.5, 0.5, 0.519, 0.5, 0.5, 0.5, 0.54, 1, 0, 0, 1]
+    scaled = [reward * span for reward in rewards]
+    for scale in get_args(Scale):
+        factor = span if scale == "none" else 1.0
+        wanted = [each and each * factor for each in group_advantages(groups, rewards, scale)]
+        found = group_advantages(groups, scaled, scale, span)
+        assert [each is None for each in found] == [True] * 4 + [False] * 8
+        assert found[4:] == pytest.approx(wanted[4:])
+    assert dropped_groups(groups, scaled, [False] * 12, span=span) == {0: "spread"}
 
 
 def test_dropped_groups_failed_and_undecided_rollouts_are_no_rows() -> None:

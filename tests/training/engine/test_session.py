@@ -242,6 +242,45 @@ async def test_budgets_end_a_rollout() -> None:
     assert (await rollout.complete(asking("b"))).error == "this rollout has reached its limit of 1 calls of the model"
 
 
+CUT = answered(message("It"), finish="length")
+"""Its prompt has three tokens and its message two."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "is_cut"),
+    [
+        ({"max_tokens": 2}, {}, False),
+        ({"max_completion_tokens": 2}, {"tokens": 9, "turn_tokens": 4}, False),
+        ({"max_tokens": None}, {}, True),
+        ({}, {"as_served": True}, True),
+        ({"max_tokens": 2}, {"turn_tokens": 2}, True),
+        ({"max_tokens": 50}, {"tokens": 2}, True),
+        ({"max_completion_tokens": 50}, {"context": 5}, True),
+    ],
+    ids=str,
+)
+async def test_only_a_limit_of_the_rollout_or_the_server_truncates_it(
+    asked: dict[str, Any], limits: dict[str, Any], is_cut: bool
+) -> None:
+    """An agent that asks itself a question of one token has cut its own message."""
+    rollout = session(ScriptedApplication(CUT), **limits)
+    await rollout.complete(asking("?", **asked))
+    assert rollout.is_truncated is is_cut
+
+
+async def test_a_message_that_was_cut_truncates_whatever_is_asked_afterwards() -> None:
+    rollout = session(ScriptedApplication(CUT, answered(message("yes"))), turn_tokens=2)
+    await rollout.complete(asking("What is 3 plus 4?"))
+    await rollout.complete(asking("Was that right?", max_tokens=1))
+    assert rollout.is_truncated
+    ended = session(ScriptedApplication(answered(message("It is"))), turn_tokens=2)
+    await ended.complete(asking("?"))
+    assert not ended.is_truncated, "it ended by itself at its last token"
+    frozen = session(ScriptedApplication(CUT), frozen={"writer": None})
+    await frozen.complete({**asking("?"), "model": "writer"})
+    assert not frozen.is_truncated, "what other models say is not trained on"
+
+
 async def test_a_closed_session_aborts_its_call_and_refuses_others() -> None:
     app = ScriptedApplication(hold=True)
     rollout = session(app)

@@ -255,15 +255,16 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     done = trainer.train(prompts, [], lambda *_: lambda __: verdict(None), 0, adapter, 0)
     lines = metrics_of(tmp_path)
     if rate < 0.1:
-        assert (done.refusal, done.steps) == ("", STEPS)
+        assert (done.refusal, done.ended, done.rollout_steps) == ("", "", STEPS)
         assert adapter.is_dir()
         return
-    assert done.steps == len(lines) < STEPS
+    assert done.rollout_steps == len(lines) < STEPS
+    assert "the policy collapsed in 3 steps in a row" in (done.refusal or done.ended)
     if on_collapse == "refuse":
-        assert "the policy collapsed in 3 steps in a row" in done.refusal
+        assert done.refusal and not done.ended
         assert not adapter.exists()
         return
-    good = adapter.parent / "checkpoints" / f"checkpoint-{done.steps - 4}" / "adapter_model.safetensors"
-    assert done.refusal == ""
+    good = adapter.parent / "checkpoints" / f"checkpoint-{len(lines) - 4}" / "adapter_model.safetensors"
+    assert not done.refusal and done.ended.endswith(f"; its adapter is that of step {len(lines) - 4}")
     assert (adapter / "adapter_model.safetensors").read_bytes() == good.read_bytes()
     assert sorted(path.name for path in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -31,10 +31,12 @@ from flywheel.training.data.rollout import (
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim import trainer
+from flywheel.training.optim.collapse import CollapsedError
 from flywheel.training.optim.round_steps import (
     DebugRun,
     RoundRefusedError,
     RoundSteps,
+    UntrainedError,
     refuse_without_spread,
     roll_out_only,
 )
@@ -81,8 +83,22 @@ class Scripted:
         return Rollout(request, replace(rollout(0, reward).completion, calls=calls), verdict(reward))
 
 
-def settings(*, steps: int = 3, oversample: float = 1.0) -> Config:
-    training = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP}
+class Cutting(Scripted):
+    """All rollouts of some steps, counted from 0, reach a limit."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__(differing)
+        self.steps = steps
+
+    def collect(self, requests: Sequence[RolloutRequest], *, order: int = 0, **more: Any) -> RolloutBatch:
+        made = super().collect(requests, order=order, **more)
+        is_cut = order in self.steps
+        cut = (replace(each, completion=replace(each.completion, truncated=is_cut)) for each in made.rollouts)
+        return replace(made, rollouts=tuple(cut))
+
+
+def settings(*, steps: int = 3, oversample: float = 1.0, masks: bool = False) -> Config:
+    training = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "mask_truncated": masks}
     return Config.model_validate({"training": training, "rollout": {"oversample": oversample}})
 
 
@@ -198,13 +214,14 @@ def run_of(
     prompts: int = 48,
     collector: Any = None,
     overlap: int = 0,
+    masks: bool = False,
     **silent: Any,
 ) -> trainer.TrainingRun:
     collector = collector or Scripted(act, **silent)
     directory.mkdir(exist_ok=True)
     meter = Meter(directory, steps=steps)
     some = [recorded(f"t-{n}") for n in range(prompts)]
-    made = settings(steps=steps)
+    made = settings(steps=steps, masks=masks)
     made = made.model_copy(update={"training": made.training.model_copy(update={"overlap": overlap})})
     numbers = itertools.count()
 
@@ -263,6 +280,7 @@ def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> 
         again.report(step + 1, LOGS)
     for name in ("usage", "system_prompts", "with_gradient", "reward_first", "reward_last", "steps_done"):
         assert getattr(again, name) == getattr(whole, name)
+    assert again.steps_trained == whole.steps_trained == 6
     of_time = ("at", "seconds", "busy", "tokens_per_second")
     lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
     kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
@@ -356,32 +374,90 @@ def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) ->
     assert [each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")] == [1] * 16 + [2] * 16
 
 
+def test_a_step_without_a_token_to_train_is_said_and_counts_as_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its rollouts are masked or have rewards that do not differ."""
+
+    def act(request: RolloutRequest, number: int) -> float:
+        return 1.0 if done == 5 else float(number % 2)
+
+    collector = Cutting(1, 2, 4)
+    collector.act = act
+    run = run_of(tmp_path, act, steps=7, collector=collector, masks=True)
+    for done in range(7):
+        run.roll_out(done)
+        run.report(done + 1, LOGS)
+    assert (run.steps_done, run.steps_collected, run.steps_trained) == (7, 7, 3)
+    said = [record.getMessage() for record in caplog.records if "no token to train" in record.getMessage()]
+    assert [each.partition(" has ")[0] for each in said] == ["step 2", "step 3", "step 5", "step 6"]
+    assert said[0] == (
+        "step 2 has no token to train: 4 of 4 groups have rewards that differ (rewards from 0 to 1);"
+        " 16 of 16 rollouts reached a limit of tokens, turns or time and are left out (training.mask_truncated);"
+        " it counts as no step"
+    )
+    assert "0 of 4 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy" in said[3]
+    unmasked = run_of(tmp_path / "unmasked", differing, steps=1, collector=Cutting(0))
+    train(unmasked, 1)
+    assert unmasked.steps_trained == 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_three_steps_in_a_row_without_a_token_to_train_end_training(tmp_path: Path, overlap: int) -> None:
+    first = run_of(tmp_path, differing, steps=9, collector=Cutting(1, 3, 4, 5), masks=True, overlap=overlap)
+    with first, pytest.raises(UntrainedError, match=r"^step 6 has no token .*; training ended after 3 such steps in"):
+        train(first, 9)
+    assert (first.steps_done, first.steps_trained) == (6, 2)
+    assert [line["step"] for line in metrics_of(tmp_path)] == [*range(1, 7)]
+    again = run_of(tmp_path, differing, steps=9, collector=Cutting(), masks=True, overlap=overlap)
+    with again:
+        again.recall(4)
+        assert again.steps_trained == 2
+        again.roll_out(4)
+        again.report(5, LOGS)
+        again.roll_out(5)
+        with pytest.raises(UntrainedError, match=r"^step 6 has no token"):
+            again.report(6, LOGS)
+
+
+def test_a_policy_that_collapses_to_equal_rewards_is_refused_for_that(tmp_path: Path) -> None:
+    """Its adapter is not what the gate should test, although these steps have nothing to train."""
+    run = run_of(tmp_path, lambda request, number: float(number % 2) if run.steps_done < 2 else 0.0, steps=9)
+    with pytest.raises(CollapsedError, match="3 steps in a row: mean entropy fell from 3 nats"):
+        for step in range(9):
+            rows = run.roll_out(step)
+            run.report(step + 1, {**LOGS, "rows/entropy": 3.0} if rows else LOGS)
+    assert (run.steps_done, run.steps_trained) == (5, 2)
+
+
 def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
     done = 0
 
     def growing(request: RolloutRequest, number: int) -> float | None:
-        return None if done >= WINDOW and number >= 2 else float(number % 2)
+        """One group of each step has no misses: steps with nothing to train would end it earlier."""
+        return None if done >= WINDOW and number >= 1 and request.group % GROUP else float(number % 2)
 
     run = run_of(tmp_path, growing, steps=24)
-    with pytest.raises(RoundRefusedError, match=r"grew from 0% in the first 4 steps to 50% in the last 4"):
+    with pytest.raises(RoundRefusedError, match=r"grew from 0% in the first 4 steps to 56% in the last 4"):
         for step in range(24):
             done = step
             run.roll_out(step)
             run.report(step + 1, LOGS)
     assert run.steps_done == 2 * WINDOW - 1
     last = metrics_of(tmp_path)[-1]
-    assert (last["step"], last["loss"], last["tools"]["miss_share"]) == (2 * WINDOW, None, 0.5)
-    assert last["groups_dropped"]["misses"] == last["groups"]
+    assert (last["step"], last["loss"], last["missed"]) == (2 * WINDOW, None, 15)
+    assert (last["groups_dropped"]["misses"], last["groups"]) == (5, 7)
     assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} == set(range(1, 2 * WINDOW + 1))
 
 
 def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round(tmp_path: Path) -> None:
-    """One call in four is wrong throughout; at first one rollout in four calls, later all do."""
+    """One call in four is wrong at first, when one rollout in four calls. Later all call, and fewer calls are wrong:
+    one group of each step has none, so that there is something to train."""
     done = 0
 
     def act(request: RolloutRequest, number: int) -> float | None:
         calls = number == request.group % GROUP if done < WINDOW else True
-        wrong = number == 0 if done >= WINDOW else request.group == 0
+        wrong = number == 0 and request.group % GROUP if done >= WINDOW else request.group == 0
         return None if calls and wrong else float(number % 2)
 
     def silent(request: RolloutRequest, number: int) -> bool:
@@ -394,10 +470,8 @@ def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round
         run.report(step + 1, LOGS)
     shares = [line["tools"]["miss_share"] for line in metrics_of(tmp_path)]
     assert shares[0] < 0.1
-    assert shares[-1] == 0.25
-    assert growing_misses([[0.25, 0.0, 0.0, 0.0]] * 4 + [[0.25] * 4] * 4), (
-        "it is the share of all rollouts that grows"
-    )
+    assert shares[-1] == pytest.approx(5 / 28)
+    assert growing_misses(run._miss_shares), "it is the share of all rollouts that grows"
 
 
 def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> None:
@@ -422,6 +496,11 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
 
     calm, planned = debug(differing)
     assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
+    equal, _ = debug(lambda request, number: 1.0)
+    assert equal.summary == (
+        "0 of 8 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy or too hard for"
+        " these tasks; 0 rollouts are undecided"
+    )
     missed, replaced = debug(missing(planned.asked[0][1]))
     assert missed.summary == (
         "8 of 9 groups have rewards that differ; 0 rollouts are undecided;"
@@ -441,9 +520,10 @@ def test_a_round_of_misses_is_refused_with_that_reason_and_not_as_if_the_judge_w
     assert "without a recorded result" in str(why.value)
     some = [RolloutBatch((*(missed(0) for _ in range(4)), *(rollout(1, 1.0) for _ in range(4))))]
     with pytest.raises(RoundRefusedError, match=r"\(rewards from 1 to 1\); 1 were dropped because 4 of 8"):
-        refuse_without_spread(some, 0.0)
+        refuse_without_spread(some, 0.0, settings().rollout)
 
 
 def test_a_judge_that_is_down_is_still_told_from_misses() -> None:
     with pytest.raises(TrainError, match="no rollout has a reward"):
-        refuse_without_spread([RolloutBatch((missed(0), *(rollout(0, None) for _ in range(3))))], 0.0)
+        some = [RolloutBatch((missed(0), *(rollout(0, None) for _ in range(3))))]
+        refuse_without_spread(some, 0.0, settings().rollout)

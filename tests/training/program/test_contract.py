@@ -211,6 +211,8 @@ def test_results(returned: Any, expected: Any) -> None:
         (True, "not_a_number", "its reward is True, a truth value: return 1.0 or 0.0"),
         ({"reward": np.bool_(False)}, "not_a_number", "its reward is False, a truth value"),
         (10**5000, "not_a_number", "its reward is "),
+        (1e308, "not_a_number", "its reward is 1e+308, which is beyond ±1,000,000"),
+        ({"reward": np.float64(-1_000_001)}, "not_a_number", "which is beyond ±1,000,000"),
         ({"reward": "0.5"}, "not_a_number", "its reward is '0.5', which is not a finite number"),
         ({"reward": 1, "metrics": {"loss": math.nan}}, "not_a_number", "its metric loss is nan"),
         ({"reward": 1, "metrics": {"name": "x"}}, "not_a_number", "its metric name is 'x'"),

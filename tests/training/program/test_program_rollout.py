@@ -161,9 +161,13 @@ async def test_a_run_that_fails_at_a_limit_is_truncated(limit: dict[str, bool]) 
     assert (own.cause, own.truncated) == ("raised", True)
 
 
-async def test_a_call_that_was_cut_truncates() -> None:
-    found = await made(RunResult(response="It is"), call(QUESTION, finish_reason="length"))
+async def test_the_rollouts_limits_truncate_and_a_limit_of_the_agent_for_its_own_call_does_not() -> None:
+    own = call(QUESTION, finish_reason="length")
+    found = await made(RunResult(response="It is"), own, is_truncated=True)
     assert (found.error, found.truncated) == ("", True)
+    assert not (await made(RunResult(response="It is 7."), own)).truncated
+    failed = await made(RunResult(cause="raised", error="JSONDecodeError"), own)
+    assert (failed.cause, failed.truncated) == ("raised", False), "no limit of the rollout explains it"
     # The agent has dealt with a context that was full.
     assert not (await made(RunResult(response="It is 7."), call(QUESTION), is_full=True)).truncated
 
@@ -197,7 +201,8 @@ async def test_an_agent_that_fails_on_a_loop_has_the_reward_of_one() -> None:
     setup, weights = replace(SETUP, needs_reward=True), RewardWeights(0, 1)
     found = await made(result, cut, call(QUESTION), setup=setup)
     rollout = Rollout(request(), found, None, weights)
-    assert (found.cause, found.truncated, rollout.reward, rollout.failure) == ("", True, 0.0, "")
+    assert (found.cause, found.truncated, rollout.reward, rollout.failure) == ("", False, 0.0, "")
+    assert (await made(result, cut, call(QUESTION), setup=setup, is_truncated=True)).truncated
     left = await made(result, cut, call(QUESTION), setup=replace(setup, rewards_loops=False))
     assert (left.cause, Rollout(request(), left, None, replace(weights, loop=None)).reward) == ("raised", None)
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ TOKENS = 40
 ALIAS = "my-agent"
 NOWHERE = "http://127.0.0.1:9/v1"
 WORKFLOW = """
-import asyncio, json, urllib.error, urllib.request
+import asyncio, contextlib, json, urllib.error, urllib.request
 
 
 def ask(messages, model):
@@ -79,7 +81,10 @@ async def run(task, model, logger=None):
     while does == "loop":
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again"}]
         said = ask(messages, task["openai"])
-    if does != "one turn":
+    if does == "one too many":
+        with contextlib.suppress(urllib.error.HTTPError):
+            ask([*messages, {"role": "user", "content": "Again"}], task["openai"])
+    elif does != "one turn":
         messages += [
             {"role": "assistant", "content": [{"type": "text", "text": said}]},
             {"role": "user", "content": [{"type": "text", "text": "What is 1 plus 1?"}]},
@@ -210,6 +215,16 @@ def test_limits_truncate(engine: Any, folder: Path) -> None:
     use(engine, rollout_settings(folder, reward={"workflow": 1}), max_turns=3)
     for made in generate(engine, prompts(engine, 3, does="loop")):
         assert (made.cause, made.truncated) == ("raised", True)
+
+
+def test_a_limit_that_the_agent_sets_for_its_calls_truncates_nothing(engine: Any, folder: Path) -> None:
+    """It asks for 12 tokens at most. The rollout's limits count, also where the agent goes on after them."""
+    use(engine, rollout_settings(folder))
+    some = prompts(engine, 3)
+    own = generate(engine, some)
+    assert max(len(made.token_ids) for made in own) > 12
+    assert [made.truncated for made in own] == [False] * 3
+    assert [made.truncated for made in generate(engine, some, max_turn_tokens=4)] == [True] * 3
 
 
 def test_other_targets_answer_with_their_adapters_and_are_not_trained(
@@ -351,12 +366,18 @@ def test_a_file_that_does_not_load_is_refused(engine: Any, folder: Path) -> None
 
 
 def run_program_round(
-    engine: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], **metadata: Any
+    engine: Any,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rollout: dict[str, Any],
+    training: Mapping[str, Any] = MappingProxyType({}),
+    **metadata: Any,
 ) -> RoundResult:
     some = questions()[::40]
     train = [task(f"t-{at}", some[at], **metadata) for at in range(12)]
     held_out = [task(f"h-{at}", some[12 + at], **metadata) for at in range(10)]
-    return run_round(engine, directory, monkeypatch, train, held_out, **{"max_completion_tokens": 64, **rollout})
+    given = {"max_completion_tokens": 64, **rollout}
+    return run_round(engine, directory, monkeypatch, train, held_out, training, **given)
 
 
 @pytest.mark.extended
@@ -392,6 +413,20 @@ def test_a_round_trains_on_the_agents_own_calls(
     assert (comparison.tasks, comparison.undecided, comparison.candidate_failed) == (10, 0, 0)
     assert result.probe is not None
     assert result.seconds["trial"] > 0
+
+
+@pytest.mark.extended
+def test_a_round_that_trained_no_token_is_refused_with_the_reason(
+    engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rollout asks for one call more than it may have. Their rewards differ."""
+    rollout = rollout_settings(folder, max_turns=1, reward={"rubric": 0, "workflow": 1})
+    masks = {"mask_truncated": True}
+    result = run_program_round(engine, tmp_path, monkeypatch, rollout, masks, does="one too many")
+    assert (result.outcome, result.steps, result.adapter) == ("refused", 0, None)
+    assert "step 2 has no token to train" in result.reason
+    assert "24 of 24 rollouts reached a limit" in result.reason
+    assert [step["trained_tokens"] for step in lines(tmp_path / "metrics.jsonl") if step["event"] == "step"] == [0, 0]
 
 
 @pytest.mark.extended

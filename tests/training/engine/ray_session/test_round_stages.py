@@ -59,8 +59,9 @@ class Engine:
 class Trainer:
     """Writes an adapter for a stage, or refuses it."""
 
-    def begin(self, directory: Path, refused: frozenset[str], idle: frozenset[str]) -> None:
-        """As a new process would. Stages that are `idle` change no weight."""
+    def begin(self, directory: Path, refused: frozenset[str], idle: frozenset[str], ended: str) -> None:
+        """As a new process would. Stages that are `idle` change no weight. `ended` is why GRPO ends early."""
+        self._early = ended
         self._directory, self._refused, self._idle = directory, refused, idle
         self._calls: list[Any] = []
         self._weights = weights(0)
@@ -86,7 +87,7 @@ class Trainer:
         self, prompts: Any, engines: Any, make_grade: Any, gate_rollouts: int, adapter: Path, before: int
     ) -> Trained:
         self._calls.append(("grpo", len(prompts), before))
-        return self._ended("grpo", adapter, Trained(2, 0.1, 0.4, rollout_steps=2))
+        return self._ended("grpo", adapter, Trained(2, 0.1, 0.4, ended=self._early, rollout_steps=5))
 
     def calls(self) -> list[Any]:
         return self._calls
@@ -138,6 +139,7 @@ def run(
     some: Sequence[RoundTask] = (),
     refused: Sequence[str] = (),
     idle: Sequence[str] = (),
+    ended: str = "",
     spread: bool = True,
     pool: SamplePool | None = None,
 ) -> tuple[Training, list[Any]]:
@@ -150,7 +152,7 @@ def run(
     def grade(shown: Exchange) -> Verdict:
         return verdict(int(shown.answer) / 100 if spread else 0.0)
 
-    ray_cluster.wait([actors.trainer.begin.remote(directory, frozenset(refused), frozenset(idle))])
+    ray_cluster.wait([actors.trainer.begin.remote(directory, frozenset(refused), frozenset(idle), ended)])
     process = TrainerProcesses([actors.trainer], directory)
     stages = Stages(spec, settings, directory, [actors.engine], process, lambda *_: grade, lambda _: None, 4)
     made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
@@ -166,7 +168,7 @@ def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(actors
     made, calls = run(actors, tmp_path, {"stages": ["sft", "grpo"]})
     assert calls == [("sft", 4, 2, 0), ("load", "sft"), ("grpo", 4, 3)]
     assert ends(made) == [("sft", "trained"), ("grpo", "trained")]
-    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (5, 2, 0.1, 0.4)
+    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (8, 5, 0.1, 0.4)
     assert made.adapter is not None
     assert Path(made.adapter.path) == tmp_path / "stages" / "2-grpo" / "adapter"
 
@@ -196,9 +198,18 @@ def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(actors: Actors,
     assert made.adapter.name == "r0001-sft"
 
 
+def test_a_stage_that_ended_early_has_trained_and_says_why(actors: Actors, tmp_path: Path) -> None:
+    made, _ = run(actors, tmp_path, {}, ended="three steps had nothing to train")
+    [stage] = made.stages
+    assert (stage.outcome, stage.reason, stage.steps) == ("trained", "three steps had nothing to train", 2)
+    assert (made.refusal, made.reason, made.steps) == ("", stage.reason, 5), "all rollouts have their numbers"
+    both, _ = run(actors, tmp_path / "both", {"stages": ["sft", "grpo"]}, refused=["grpo"])
+    assert both.reason == "", "a stage that was skipped is no end of the training"
+
+
 def test_a_round_whose_only_stage_has_no_signal_is_refused(actors: Actors, tmp_path: Path) -> None:
     made, _ = run(actors, tmp_path, {}, refused=["grpo"])
-    assert (made.refusal, made.adapter) == ("nothing can be learned", None)
+    assert (made.refusal, made.adapter) == (made.reason, None) == ("nothing can be learned", None)
 
 
 def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(actors: Actors, tmp_path: Path) -> None:
