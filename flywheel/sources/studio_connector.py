@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 LONG_ROWS: Final = 4_000
 """A pass with this many rows ahead of it uses worker processes."""
-STEPS_AHEAD: Final = 12
-"""Steps of a long history that are being extracted or stored. While six are stored, six are being extracted."""
-JOINED_BATCHES: Final = 6
+STEPS_AHEAD: Final = 16
+"""Steps of a long history that are being extracted or stored. While eight are stored, eight are being extracted."""
+JOINED_BATCHES: Final = 8
 """Batches stored in one transaction. A transaction rewrites most index pages once, whatever its length."""
 JOINED_BYTES: Final = 8 * 1024 * 1024
 """Bytes of the lines in one transaction, which are held in memory together."""

@@ -33,13 +33,13 @@ from flywheel.sources.studio.trace_completion import (
     TraceCompletion,
 )
 
-BATCH_ROWS: Final = 1_000
+BATCH_ROWS: Final = 500
 """Rows per step. Small steps waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
 many."""
-COMPLETE_ROWS: Final = 1_000
+COMPLETE_ROWS: Final = 500
 """Rows of the traces that a step hands on, unless one has more. Where many end together, more steps follow."""
-UNCOMMITTED: Final = 16_000
-"""Checkpoints remembered because they may not be stored yet. At most thirteen steps of 1,000 rows are read ahead,
+UNCOMMITTED: Final = 9_000
+"""Checkpoints remembered because they may not be stored yet. At most seventeen steps of 500 rows are read ahead,
 each row may be a trace, and a checkpoint is about 400 bytes."""
 NEAR_ROWS: Final = 100
 """While more rows follow, a trace with a row this close to the end of the scan may continue."""
