@@ -413,14 +413,10 @@ def _cut(answers: Answers) -> list[Answer]:
 
 
 def _cut_off(evaluation: Evaluation, answers: Answers) -> str:
-    from flywheel.config.training import AgentProgramSettings
-
     found, rollout = _cut(answers), evaluation.settings.rollout
     limit = "serving.max_model_len"
     if evaluation.model.remote is not None:
         limit = "the endpoint's own limit of tokens (its default for max_tokens, or its context)"
-    if isinstance(rollout.agent, AgentProgramSettings):
-        limit = f"the agent's max_tokens, {limit}"
     limit += f" or rollout.timeout_seconds ({rollout.timeout_seconds:g}) ended them"
     if all(answer.line["turns"] >= rollout.max_turns for answer in found):
         limit = f"rollout.max_turns ({rollout.max_turns}) ended them"

@@ -300,7 +300,9 @@ def _print(report: dict[str, Any]) -> None:
         reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"
         missed = f", {step['missed']:,} ended at a call without a recorded result" if step.get("missed") else ""
         causes = step.get("program", {}).get("failures", {})
-        failed = "".join(f", {number:,} failed ({cause})" for cause, number in causes.items())
+        late = causes.get("late_call", 0)
+        failed = "".join(f", {number:,} failed ({cause})" for cause, number in causes.items() if cause != "late_call")
+        failed += f", {quantity(late, 'process', 'processes')} replaced (late_call)" if late else ""
         typer.echo(f"{reward}, {step['undecided']} undecided{missed}{failed}")
     typer.echo(f"files: {report['dir']}")
     if rollouts := report.get("rollouts"):

@@ -227,15 +227,17 @@ def _round_directory(output: Path, spec: RoundSpec) -> Path:
 
     names = itertools.chain([".round"], (f".round-{number}" for number in itertools.count(2)))
     folders = (output.with_name(output.name + name) for name in names)
+    about = ""
     for folder in folders:
         if not folder.exists():
+            if about:
+                print_error(f"flywheel: it starts over: {about}")
             return folder
         if is_of(folder, spec):
             print_error(f"flywheel: it goes on with the round in {short_path(str(folder))}")
             return folder
         if changed := changes(folder, spec):
             about = f"since the unfinished round in {short_path(str(folder))}, these have changed: {changed}"
-            print_error(f"flywheel: it starts over: {about}")
     raise AssertionError("names have no end")
 
 

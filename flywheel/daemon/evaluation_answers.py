@@ -14,6 +14,7 @@ from flywheel.errors import JudgeError, StoreError
 from flywheel.judge.agent_metrics import SCORE, Attempt, measure, metric_of
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.records.ground_truth import ground_truth_of
+from flywheel.records.program_run import ENGINE_FAULTS
 from flywheel.records.round import ANSWERS_FILE, RESULT_FILE, RoundResult, RoundTask
 from flywheel.records.verdict import Outcome
 from flywheel.training.data.rollout_file import read_rollouts
@@ -41,10 +42,12 @@ class Answer:
 
     @classmethod
     def of(cls, task: RoundTask, line: Mapping[str, Any], criteria: Collection[str]) -> Answer:
-        """A failed answer counts 0, also by `criteria`: those of the rubric with a positive weight."""
+        """A failed answer counts 0, also by `criteria`: those of the rubric with a positive weight. One that lacks an
+        answer of the engine, which failed, is undecided."""
         verdict = line["verdict"]
         # Without a verdict and a failure, only the reward of the user's agent counts.
-        failed = line["error"] if verdict is None else ""
+        is_of_engine = (line.get("program") or {}).get("failure") in ENGINE_FAULTS
+        failed = line["error"] if verdict is None and not is_of_engine else ""
         accepted: bool | None = False if failed else None
         if verdict is not None and verdict["outcome"] != Outcome.UNDECIDED:
             accepted = verdict["outcome"] == Outcome.ACCEPTED

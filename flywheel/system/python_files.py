@@ -49,8 +49,10 @@ def code_files(functions: Iterable[str], command: Sequence[str], folder: Path) -
     """
     names = [each for each in map(parsed, functions) if each is not None]
     modules = [each.where for each in names if not each.is_in_file]
-    modules += [module for option, module in itertools.pairwise(command) if option == "-m"]
-    named = [folder / each for each in (*(each.where for each in names if each.is_in_file), *command)]
+    modules += [f"{module}.__main__" for option, module in itertools.pairwise(command) if option == "-m"]
+    # Other files that a command names are data, which each run may change.
+    scripts = [*command[:1], *(each for each in command if each.endswith((".py", ".sh")))]
+    named = [folder / each for each in (*(each.where for each in names if each.is_in_file), *scripts)]
     named += [file for module in modules for file in _files_named(folder, module)]
     found: set[Path] = set()
     for file in named:
@@ -88,7 +90,8 @@ def _imports(node: ast.AST, file: Path, folders: Iterable[Path]) -> Iterator[tup
     """What a statement imports: folders to look in, and dotted names of modules or of what they hold."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         package, level = ([node.module or ""], node.level) if isinstance(node, ast.ImportFrom) else ([], 0)
-        starts = [file.parents[level - 1]] if level else [file.parent, *folders]
+        root = next((each for each in file.parents if not (each / "__init__.py").exists()), file.parent)
+        starts = [file.parents[level - 1]] if level else list(dict.fromkeys([file.parent, root, *folders]))
         for alias in node.names:
             name = ".".join(part for part in (*package, alias.name) if part)
             # What runs the code has this package already, and knows its version.

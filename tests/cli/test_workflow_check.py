@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -35,16 +36,32 @@ import urllib.request
 sys.modules["agentscope"] = None
 
 
-def ask(task, model=None, path="chat/completions"):
+def ask(task, model=None, path="chat/completions", seconds=100):
     at = task["openai"]
     body = {"model": model or at["model"], "messages": [{"role": "user", "content": task["main_query"]}]}
     request = urllib.request.Request(f"{at['base_url']}/{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request) as reply:
+    with urllib.request.urlopen(request, timeout=seconds) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]
 
 
 async def plain(task, model):
     return {"response": ask(task), "reward": float(task["colour"] == task["metadata"]["colour"] == "red")}
+
+
+async def hurried(task, model):
+    try:
+        ask({**task, "main_query": "slow"}, seconds=0.2)
+    except TimeoutError:
+        pass
+    return {"response": ask(task)}
+
+
+async def makes_the_best_of_it(task, model):
+    try:
+        ask(task, "small")
+    except urllib.error.HTTPError:
+        pass
+    return {"response": ask(task)}
 
 
 async def silent(task, model):
@@ -294,6 +311,37 @@ def test_names_of_models_are_listed_and_answered_as_in_a_round(
     assert (len(ran.json["calls"]), [each["model"] for each in user.requests]) == (3, ["small"] * 12)
     assert "models    my-agent 1 time, gpt-9 2 times, small 1 time, gpt-4o 1 time\n" in shown.out
     assert f"note      {note}\n" in shown.out
+
+
+@pytest.mark.slow
+def test_an_agent_that_gives_up_a_call_or_whose_other_model_fails_cannot_be_used(
+    flywheel: Run, others: Path, row: Path, tmp_path: Path
+) -> None:
+    """Whatever it returns: in a round, each such rollout is without a reward."""
+    model = ScriptedModel()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        first = await receive()
+        while b"slow" in first.get("body", b"") and (await receive())["type"] != "http.disconnect":
+            pass
+        messages = iter([first])
+
+        async def again() -> Any:
+            return next(messages, None) or await receive()
+
+        await model(scope, again, send)
+
+    with running(slow) as url:
+        for function, why in (
+            ("hurried", "1 of its 2 calls of the model failed; the first: HTTP status 499: its client gave it up"),
+            ("makes_the_best_of_it", "HTTP status 502: rollout.auxiliary_models.user does not answer"),
+        ):
+            user = {"base_url": "http://127.0.0.1:9/v1", "model": "small"}
+            rollout = {"agent": {"workflow": f"{others}:{function}"}, "auxiliary_models": {"user": user}}
+            (tmp_path / "flywheel.yaml").write_text(json.dumps({"serving": {"urls": [url]}, "rollout": rollout}))
+            ran = flywheel("workflow", "check", "--task", row)
+            assert ran.code == 1
+            assert why in ran.err
 
 
 @pytest.mark.slow

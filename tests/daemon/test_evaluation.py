@@ -17,7 +17,9 @@ from flywheel.daemon.evaluation import (
     model_named,
     remote_model,
 )
+from flywheel.daemon.evaluation_answers import Answer
 from flywheel.errors import ConfigError
+from flywheel.judge.agent_metrics import SCORE
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.store.kernel.database import Store
 from tests.factories.config import BOXED_RUBRIC, make_config
@@ -97,3 +99,21 @@ def test_only_what_cannot_come_out_otherwise_is_known(config: Config) -> None:
         Evaluation(here.model, benchmark, rubric, evaluation_settings(config, 3)),
     )
     assert len({here.directory, there.directory, *(each.directory for each in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("cause", "accepted", "score"),
+    [
+        ("engine_error", None, None),
+        ("broken_stream", None, None),
+        ("abandoned_call", False, 0.0),
+        ("raised", False, 0.0),
+    ],
+)
+def test_only_what_the_engine_failed_is_undecided(cause: str, accepted: bool | None, score: float | None) -> None:
+    line = {
+        "verdict": None, "error": "it failed", "program": {"failure": cause}, "steps": [], "answer": "7",
+        "reward": None, "criteria": [], "turns": 1,
+    }  # fmt: skip
+    answer = Answer.of(round_task(), line, ["exact"])
+    assert (answer.accepted, answer.values[SCORE]) == (accepted, score)

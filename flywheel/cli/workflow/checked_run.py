@@ -44,6 +44,8 @@ SHOWN: Final = 60
 """Characters that are shown of each of them."""
 MOST_FAILURES: Final = 3
 """Accepted answers on which the judge fails before no more are tried."""
+GIVEN_UP: Final = (499, "its client gave it up before the answer, which leaves a rollout without a reward")
+"""Status and error of a call whose client has left."""
 NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
 NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connection", "transfer-encoding", "date"})
 
@@ -312,6 +314,9 @@ class _Proxy:
         began = time.monotonic()
         run.result = await pool.run(task, models, next(iter(models)), answer=answer)
         run.waited = time.monotonic() - began - run.result.seconds
+        for call in run.calls:
+            if not call.status:
+                call.status, call.error = GIVEN_UP
         return run
 
     async def _pass_on(self, request: Request) -> Response:
@@ -322,6 +327,10 @@ class _Proxy:
         if path.endswith(CHAT):
             asked = _object(body)
             if (found := await self.others.answer(asked)) is not None:
+                if found.status_code >= 500:
+                    self._runs[number].calls.append(failed := _call(body))
+                    failed.status = found.status_code
+                    _read_answer(failed, bytes(found.body))
                 return found
             if asked and str(asked.get("model")) not in self._models.values():
                 body = json.dumps({**asked, "model": next(iter(self._models.values()))}).encode()
@@ -331,19 +340,33 @@ class _Proxy:
             run.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
+        asking = self._http.request(request.method, path, params=request.query_params, content=body, headers=headers)
+        answering, leaving = asyncio.ensure_future(asking), asyncio.ensure_future(_left(request))
         try:
-            answer = await self._http.request(
-                request.method, path, params=request.query_params, content=body, headers=headers
-            )
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                if call is not None:
+                    call.status, call.error = GIVEN_UP
+                return Response(status_code=GIVEN_UP[0])
+            answer = answering.result()
         except httpx2.HTTPError as error:
             if call is not None:
                 call.status, call.error = 502, str(error) or type(error).__name__
             return Response(f"the server does not answer: {error}", 502)
-        if call is not None:
+        finally:
+            answering.cancel()
+            leaving.cancel()
+        if call is not None and not call.status:
             call.status, call.seconds = answer.status_code, round(time.monotonic() - began, 3)
             _read_answer(call, answer.content)
         kept = {name: value for name, value in answer.headers.items() if name not in NOT_SENT_BACK}
         return Response(answer.content, answer.status_code, kept)
+
+
+async def _left(request: Request) -> None:
+    """Until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _call(body: bytes) -> CheckedCall:

@@ -62,7 +62,7 @@ class WorkerProcess:
                 await prepare()
             for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
                 (round_dir / name).unlink(missing_ok=True)
-            if changed := changes(round_dir, spec):
+            if changed := await asyncio.to_thread(changes, round_dir, spec):
                 log.warning("%s starts over: since its last attempt, these have changed: %s", spec.round_id, changed)
             write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
             with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as file:

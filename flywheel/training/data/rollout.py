@@ -362,13 +362,13 @@ class RolloutBatch:
         return weights.mean(1.0, weights.range) or 1.0
 
     @property
-    def rewards_of_groups(self) -> list[list[float]]:
+    def rewards_of_groups(self) -> dict[int, list[float]]:
         """Those of each group that has any."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for rollout in self.rollouts:
             if (reward := rollout.reward) is not None:
                 found[rollout.request.group].append(reward)
-        return list(found.values())
+        return dict(found)
 
     @property
     def dropped(self) -> dict[int, Drop]:
@@ -377,6 +377,11 @@ class RolloutBatch:
         groups, rewards = [each.request.group for each in rollouts], [each.reward for each in rollouts]
         missed = [each.missed for each in rollouts]
         return dropped_groups(groups, rewards, missed, self.most_groups, self.reward_range)
+
+    @property
+    def without_spread(self) -> list[int]:
+        """The groups that are dropped because their rewards do not differ."""
+        return [group for group, why in self.dropped.items() if why == "spread"]
 
     def advantages(self, scale: Scale = "group") -> list[float | None]:
         """One for each rollout; None for those that are not trained on (`group_advantages`)."""

@@ -103,7 +103,10 @@ class RolloutEndpoint:
     async def _answer(
         self, request: Request, session: Session, body: Mapping[str, Any], attempt: int | None
     ) -> Response:
+        answered = session.elsewhere(body) if self.others.asks_auxiliary(body) else None
         if (found := await self.others.answer(body, is_retry=bool(attempt))) is not None:
+            if answered is not None:
+                answered(found.status_code)
             return found
         reply = await session.complete(body, attempt=attempt)
         if reply.status == 200 and body.get("stream"):

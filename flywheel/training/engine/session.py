@@ -146,6 +146,20 @@ class Session:
         self._unanswered.append(streamed)
         return lambda: self._answer(streamed)
 
+    def elsewhere(self, body: Mapping[str, Any]) -> Callable[[int], None]:
+        """Another model is asked this, until what this returns is called with the HTTP status of its answer."""
+        asked = _Unanswered(_key(body))
+        earlier = [each for each in self._unanswered if each.key == asked.key and not each.waiting]
+        self._unanswered.append(asked)
+
+        def answered(status: int) -> None:
+            if status < 500 and status != 429:
+                self._answer(asked, *earlier)
+            else:
+                asked.fault, asked.why = "engine_error", f"an auxiliary model failed (HTTP status {status})"
+
+        return answered
+
     async def complete(
         self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
     ) -> SessionReply:
@@ -195,8 +209,9 @@ class Session:
     def close(self) -> None:
         """End the rollout: calls in flight are aborted, and later requests refused."""
         self._is_closed = True
-        for call in self._known.values():
-            call.task.cancel()
+        for call in (*self._known.values(), *self._unanswered):
+            if isinstance(call, _CallInFlight):
+                call.task.cancel()
 
     def _answer(self, *answered: _Unanswered) -> None:
         self._unanswered = [each for each in self._unanswered if each not in answered]
@@ -266,8 +281,10 @@ class Session:
         """Whether a limit of the rollout or the server ended the last recorded message. One that the client asked
         for, below these, is its own matter."""
         call = self._recorded[-1]
-        room = min(limits.context - len(call.prompt_ids), limits.context if limits.tokens is None else limits.tokens)
         is_asked = "max_tokens" in request or "max_completion_tokens" in request
+        if not limits.context:  # neither it nor the tokens of a server elsewhere are known
+            return call.finish_reason == "length" and not is_asked
+        room = min(limits.context - len(call.prompt_ids), limits.context if limits.tokens is None else limits.tokens)
         return call.finish_reason == "length" and (not is_asked or len(call.token_ids) >= room)
 
     def _record(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:

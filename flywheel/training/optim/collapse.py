@@ -59,7 +59,9 @@ class CollapseWatch:
         if entropy is None:
             entropy = mean([-each for completion in done for each in completion.logprobs if each is not None])
         tokens = mean([float(len(completion.token_ids)) for completion in done])
-        self.add(StepFigures(entropy, tokens, [statistics.fmean(group) for group in batch.rewards_of_groups]))
+        self.add(
+            StepFigures(entropy, tokens, [statistics.fmean(group) for group in batch.rewards_of_groups.values()])
+        )
 
     def add(self, step: StepFigures) -> None:
         """Raises CollapsedError when the policy has collapsed: each of the last three steps has a sign of it, and

@@ -82,12 +82,17 @@ def _why_dropped(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> s
         )
     found, agent = [f"{spread} of {groups} groups have rewards that differ ({seen})"], rollout.agent
     if dropped["spread"] and rollout.weights.workflow and isinstance(agent, AgentProgramSettings):
-        widest = max(max(group) - min(group) for batch in batches for group in batch.rewards_of_groups)
+        alike = [batch.rewards_of_groups[group] for batch in batches for group in batch.without_spread]
+        widest = max(max(rewards) - min(rewards) for rewards in alike)
         by = rollout.reward_function or agent.workflow or " ".join(agent.command or ())
-        found.append(
-            f"the largest range in a group is {widest:.3g}, where less than {MIN_RANGE * batches[0].reward_range:.3g}"
-            f" counts as none: set rollout.reward.range ({rollout.weights.range:g}) to that of the rewards of {by}"
-        )
+        if widest:
+            least = MIN_RANGE * batches[0].reward_range
+            found.append(
+                f"of the others, the largest range in a group is {widest:.3g}, where less than {least:.3g} counts as"
+                f" none: set rollout.reward.range ({rollout.weights.range:g}) to that of the rewards of {by}"
+            )
+        else:
+            found.append(f"{by} rewards all runs of each other task alike: the tasks may be too easy or too hard")
     if dropped["spread"] and rollout.weights.rubric:
         found.append("the rubric may be too easy or too hard for these tasks")
     return "; ".join(found)

@@ -245,7 +245,8 @@ class Trainer(RoundActor):
             run.reward_first,
             run.reward_last,
             refusal,
-            run.steps_collected,
+            # With overlap, rollouts of a step behind the last one may be stored, too.
+            max(run.steps_collected, len(StoredSteps(self._directory, before))),
             run.usage,
             run.system_prompts,
             frozenset(run.with_gradient),
@@ -471,8 +472,8 @@ class TrainingRun:
             self._collapse.rolled_out(entropies.get(self._before + step + 1), self._batch)
         if steps:
             log.info("%s goes on from its checkpoint after step %d", self._name, self._before + steps)
-            # It was within its limit when these steps were taken.
-            self._gap = 0.0
+            # It was within its limit when these steps were taken; without a token, it was not measured.
+            self._gap = 0.0 if self.steps_trained else None
         known = {"step": self._before + steps, "reward_first": self.reward_first, "reward": self.reward_last}
         self._meter.enter("training", self._steps.asked * self._settings.training.group_size, **known)
         self._step_started = time.monotonic()

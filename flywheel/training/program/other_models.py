@@ -25,6 +25,15 @@ class OtherModels:
         self.asked: Counter[str] = Counter()
         self._program = program
 
+    def asks_auxiliary(self, body: Mapping[str, Any]) -> bool:
+        """Whether an auxiliary model answers a chat request."""
+        name = body.get("model")
+        return (
+            isinstance(name, str)
+            and self._program.answered_by(name) == "auxiliary"
+            and self._program.auxiliary_name(name) is not None
+        )
+
     async def answer(self, body: Mapping[str, Any], *, is_retry: bool = False) -> Response | None:
         """The response to a chat request; None if it is for the policy. A client's retry is not counted."""
         name = body.get("model")
@@ -32,10 +41,10 @@ class OtherModels:
             return None
         if not is_retry:
             self.asked[name] += 1
-        who, key = self._program.answered_by(name), self._program.auxiliary_name(name)
-        if who == "refuse":
+        if self._program.answered_by(name) == "refuse":
             return _error(404, f"the model {name} is refused (rollout.models)", "NotFoundError")
-        return await self._of_auxiliary(key, body) if who == "auxiliary" and key is not None else None
+        key = self._program.auxiliary_name(name) if self.asks_auxiliary(body) else None
+        return None if key is None else await self._of_auxiliary(key, body)
 
     async def _of_auxiliary(self, key: str, body: Mapping[str, Any]) -> Response:
         """A stream arrives as a whole."""

@@ -149,8 +149,14 @@ def test_a_workflow_whose_rewards_hardly_differ_is_named_with_their_range(settin
         refuse_without_spread([some], 0.0, given)
     assert str(refused.value) == (
         "nothing can be learned in the first steps: 0 of 2 groups have rewards that differ (rewards from 0 to 0.019);"
-        " the largest range in a group is 0.015, where less than 0.02 counts as none: set rollout.reward.range (1) to"
-        f" that of the rewards of {by}"
+        " of the others, the largest range in a group is 0.015, where less than 0.02 counts as none: set"
+        f" rollout.reward.range (1) to that of the rewards of {by}"
+    )
+    some = of_program(given, [1, 1, 1, 1], [0, 0, 0, 0])
+    with pytest.raises(RoundRefusedError) as refused:
+        refuse_without_spread([some], 0.0, given)
+    assert str(refused.value).endswith(
+        f"; {by} rewards all runs of each other task alike: the tasks may be too easy or too hard"
     )
     given = RolloutSettings.model_validate({**settings, "reward": {"rubric": 0, "workflow": 1, "range": 0.02}})
     some = of_program(given, [0, 0.001, 0.002, 0], [0.004, 0.005, 0.004, 0.019])

@@ -287,6 +287,10 @@ AGENT = {
     "package/parts/__init__.py": "",
     "package/parts/first.py": "",
     "package/parts/second.py": "",
+    "src/shop/__init__.py": "",
+    "src/shop/__main__.py": "from . import run\n",
+    "src/shop/run.py": "from shop.score import score\n",
+    "src/shop/score.py": "",
     "start.sh": "exec python agents/shop.py",
     "notes.txt": "",
 }
@@ -295,6 +299,7 @@ OF_FUNCTIONS = {
     "agents/tools/__init__.py", "agents/tools/search.py", "agents/tools/near.py",
     "deep.py", "rewards.py", "package/setup.py", "package/parts/__init__.py", "package/parts/first.py",
 }  # fmt: skip
+OF_PACKAGE = {"src/shop/__init__.py", "src/shop/run.py", "src/shop/score.py"}
 OF_SHOP = {name for name in OF_FUNCTIONS if name.startswith(("agents/", "deep"))}
 
 
@@ -310,6 +315,10 @@ OF_SHOP = {name for name in OF_FUNCTIONS if name.startswith(("agents/", "deep"))
         ({"command": ["python", "agents/shop.py", "--size", "9" * 400, "\0", ""]}, {}, OF_SHOP),
         ({"command": ["sh", "start.sh"]}, {}, {"start.sh"}),
         ({"command": ["python", "-m", "agents.shop"]}, {}, OF_SHOP),
+        ({"command": ["python", "-m", "src.shop"]}, {}, {*OF_PACKAGE, "src/shop/__main__.py"}),
+        ({"workflow": "{}/src/shop/run.py:run"}, {}, OF_PACKAGE),
+        # Data that a command names is no code: a run may have written it.
+        ({"command": ["python", "agents/shop.py", "notes.txt"]}, {}, OF_SHOP),
         ({"workflow": "{}/agents/missing.py:run"}, {}, set()),
     ],
 )

@@ -73,10 +73,12 @@ async def test_the_auxiliary_models_key_is_its_own_and_its_errors_are_the_client
         await send({"type": "http.response.body", "body": body})
 
     with running(refusing) as url:
-        async with agent_of(session(ScriptedApplication()), program(f"{url}/v1")) as (client, _):
+        rollout = session(ScriptedApplication())
+        async with agent_of(rollout, program(f"{url}/v1")) as (client, _):
             with pytest.raises(openai.RateLimitError, match="too many"):
                 await say(client, "user")
     assert keys == ["Bearer key-1"]
+    assert rollout.fault == ("engine_error", "an auxiliary model failed (HTTP status 429)")
 
 
 async def test_an_auxiliary_model_that_cannot_be_reached_is_named() -> None:
@@ -85,6 +87,42 @@ async def test_an_auxiliary_model_that_cannot_be_reached_is_named() -> None:
         with pytest.raises(openai.APIStatusError, match=r"rollout\.auxiliary_models\.user does not answer") as failed:
             await say(client, "user")
     assert (failed.value.status_code, rollout.calls) == (502, ())
+    assert rollout.fault == ("engine_error", "an auxiliary model failed (HTTP status 502)")
+
+
+async def test_a_retry_that_an_auxiliary_model_answers_mends_what_failed() -> None:
+    """As with the policy: without one, the rollout would have the reward of the machine's fault."""
+    user, statuses = ScriptedModel(), [500, 200]
+
+    async def failing_first(scope: Any, receive: Any, send: Any) -> None:
+        if statuses.pop(0) == 200:
+            await user(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    with running(failing_first) as url:
+        rollout = session(ScriptedApplication())
+        async with agent_of(rollout, program(f"{url}/v1")) as (client, _):
+            with pytest.raises(openai.InternalServerError):
+                await say(client, "user")
+            assert rollout.fault is not None
+            await say(client, "user")
+    assert rollout.fault is None
+
+
+async def test_a_call_of_an_auxiliary_model_that_is_given_up_is_remembered() -> None:
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with running(waiting) as url:
+        rollout = session(ScriptedApplication())
+        async with agent_of(rollout, program(f"{url}/v1")) as (client, _):
+            with pytest.raises(openai.APITimeoutError):
+                await say(client, "user", timeout=0.2)
+    assert rollout.fault is not None
+    assert rollout.fault[0] == "abandoned_call"
 
 
 async def test_a_name_that_is_refused_reaches_no_model() -> None:

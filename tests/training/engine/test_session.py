@@ -256,6 +256,9 @@ CUT = answered(message("It"), finish="length")
         ({"max_tokens": 2}, {"turn_tokens": 2}, True),
         ({"max_tokens": 50}, {"tokens": 2}, True),
         ({"max_completion_tokens": 50}, {"context": 5}, True),
+        # Of a server elsewhere neither the context nor the tokens are known.
+        ({"max_tokens": 2}, {"context": 0}, False),
+        ({}, {"context": 0}, True),
     ],
     ids=str,
 )
@@ -281,15 +284,16 @@ async def test_a_message_that_was_cut_truncates_whatever_is_asked_afterwards() -
     assert not frozen.is_truncated, "what other models say is not trained on"
 
 
-async def test_a_closed_session_aborts_its_call_and_refuses_others() -> None:
+async def test_a_closed_session_aborts_its_calls_and_refuses_others() -> None:
     app = ScriptedApplication(hold=True)
     rollout = session(app)
-    waiting = asyncio.create_task(rollout.complete(asking("?")))
-    await started(app)
+    # Equal ones, too: a client that draws several answers.
+    waiting = [asyncio.create_task(rollout.complete(asking(text), attempt=0)) for text in ("?", "?", "!")]
+    await started(app, 3)
     rollout.close()
-    assert (await waiting).status == 410
+    assert [reply.status for reply in await asyncio.gather(*waiting)] == [410] * 3
     assert (await rollout.complete(asking("?"))).status == 410
-    assert (app.aborted, rollout.calls) == (1, ())
+    assert (app.aborted, rollout.calls) == (3, ())
 
 
 async def test_errors_of_the_engine_reach_the_loop() -> None:
