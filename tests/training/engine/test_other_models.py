@@ -120,7 +120,7 @@ async def test_a_call_of_an_auxiliary_model_that_is_given_up_is_remembered() -> 
         rollout = session(ScriptedApplication())
         async with agent_of(rollout, program(f"{url}/v1")) as (client, _):
             with pytest.raises(openai.APITimeoutError):
-                await say(client, "user", timeout=0.2)
+                await say(client, "user", timeout=3)
     assert rollout.fault is not None
     assert rollout.fault[0] == "abandoned_call"
 
