@@ -170,6 +170,16 @@ async def test_what_becomes_no_task_is_counted_with_its_reason(tmp_path: Path) -
     assert [line["answer"] for line in exported(config)] == ["Hi"]
 
 
+async def erase(config: Config, conversation: str) -> list[dict[str, Any]]:
+    """What a backup learns of everything that is erased, when this conversation is."""
+    async with open_state(config.state_dir) as store:
+        ingestion = Ingestion(store, config)
+        await store.write(erasures.begin, Kind.CONVERSATION, conversation, [conversation], blocks=True)
+        assert await Eraser(store, config, ingestion).finish()
+        await ingestion.close()
+        return await store.read(erasures.everything_erased)
+
+
 async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_path: Path) -> None:
     opening = [SYSTEM, user("What is 1 + 1?")]
     first = recorded(chat(opening), completion(assistant("It is 2.")))
@@ -179,13 +189,7 @@ async def test_what_goes_on_from_an_erased_call_is_counted_and_not_stored(tmp_pa
         config = config_of(tmp_path, server)
         server.log.append([first])
         await ingest(config)
-        async with open_state(config.state_dir) as store:
-            ingestion = Ingestion(store, config)
-            subject = conversation_of(first)
-            await store.write(erasures.begin, Kind.CONVERSATION, subject, [subject], blocks=True)
-            assert await Eraser(store, config, ingestion).finish()
-            await ingestion.close()
-            told = await store.read(erasures.everything_erased)
+        told = await erase(config, conversation_of(first))
         assert [each["kind"] for each in told] == ["conversation", "call"], "a backup learns of the call"
         for erased, is_removed in ((3, False), (5, True)):
             if is_removed:
@@ -219,12 +223,7 @@ async def test_a_restored_state_refuses_what_goes_on_from_a_call_that_was_erased
         # The backup has nothing of the call, and the server will not have it any more.
         server.log.append([first])
         await ingest(config)
-        async with open_state(config.state_dir) as store:
-            ingestion = Ingestion(store, config)
-            subject = conversation_of(first)
-            await store.write(erasures.begin, Kind.CONVERSATION, subject, [subject], blocks=True)
-            assert await Eraser(store, config, ingestion).finish()
-            await ingestion.close()
+        await erase(config, conversation_of(first))
         shutil.rmtree(config.state_dir)
         restore(tmp_path / "backup", config.state_dir)
         await erase_again(config, tmp_path / "backup")
