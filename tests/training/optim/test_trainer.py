@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.config.file import Config
+from flywheel.training.data.graded_rollouts import StoredSteps
 from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest, reply
 from tests.factories.round import POLICY, round_spec
 from tests.training.data.rollouts import prompt, verdict
@@ -36,13 +37,14 @@ def test_the_trainer_does_not_load_vllm() -> None:
 
 
 class Cutting:
-    """Takes the place of engines and judge. All rollouts of some steps, counted from 0, reach a limit."""
+    """Takes the place of engines and judge. All rollouts of some steps, counted from 0, reach a limit. Those of the
+    step behind `last` are stored before its own, as overlap does."""
 
     weights = RewardWeights()
     judge_seconds = 0.0
 
-    def __init__(self, steps: Sequence[int]) -> None:
-        self.steps = steps
+    def __init__(self, steps: Sequence[int], directory: Path, last: int) -> None:
+        self.steps, self.directory, self.last = steps, directory, last
 
     def forget(self, step: RolloutBatch) -> None:
         """Nothing of a step is kept."""
@@ -58,7 +60,10 @@ class Cutting:
         made = [reply(each.prompt, (20 + n, 9), (-2.0, -2.0), "7", truncated=cut) for n, each in enumerate(requests)]
         rollouts = zip(requests, made, strict=True)
         graded = (Rollout(each, done, verdict(n % 2)) for n, (each, done) in enumerate(rollouts))
-        return RolloutBatch(tuple(graded), {"generate": 0.0, "grade": 0.0})
+        batch = RolloutBatch(tuple(graded), {"generate": 0.0, "grade": 0.0})
+        if order == self.last:
+            StoredSteps(self.directory).append(order + 1, batch, "group")
+        return batch
 
 
 @pytest.mark.training
@@ -84,7 +89,7 @@ def test_what_becomes_of_steps_without_a_token_to_train(
     spec = round_spec(settings=settings.model_dump(mode="json"))
     trainer = trainer_module.Trainer(spec, str(tmp_path), threads=1)
     trainer._model = load_policy(str(POLICY), None, settings.training.lora, seed=1, dtype="float32")
-    collector = Cutting(cut)
+    collector = Cutting(cut, tmp_path, last=4)
     monkeypatch.setattr(trainer_module.Collector, "of", lambda *_: contextlib.nullcontext(collector))
     monkeypatch.setattr(trainer_module.AdapterSync, "load", lambda _: None)
     monkeypatch.setattr("transformers.trainer.rotate_checkpoints", lambda *_, **__: None)
@@ -95,6 +100,8 @@ def test_what_becomes_of_steps_without_a_token_to_train(
     assert found.startswith(why) and bool(found) == bool(why)
     assert bool(done.refusal) == (not trained)
     assert done.steps == trained
+    # A later stage begins behind all that is stored.
+    assert done.rollout_steps == (6 if trained == 2 else len(cut) + bool(trained))
     assert adapter.exists() is bool(trained)
     if trained:
         good = adapter.parent / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors"
