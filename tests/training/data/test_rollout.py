@@ -174,6 +174,8 @@ def test_with_the_rubric_the_range_is_the_mean_of_both() -> None:
         refuse_without_spread([some], 0.5, settings)
 
 
+@pytest.mark.training
+@pytest.mark.slow
 def test_a_collector_makes_rollouts_with_the_range_of_the_settings() -> None:
     given = {"agent": {"workflow": "shop.buy:run"}, "reward": {"rubric": 0, "workflow": 1, "range": 40}}
     with Collector.of(
