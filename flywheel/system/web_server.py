@@ -8,9 +8,10 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Coroutine
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from flywheel.errors import ConfigError, ReceiverError
 from flywheel.secrets import is_sendable
@@ -19,16 +20,38 @@ from flywheel.system.server_limits import App, RefusedError, Scope, ServerLimits
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.requests import Request
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 128
+CLIENT_GONE: Final = 499
+"""Status of a response that no client waits for."""
 DATE_SECONDS: Final = 1.0
 _HINTS: Final = {
     errno.EADDRINUSE: "Stop the program that listens there, or choose another port: `{setting}`.",
     errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1: `{setting}`.",
     errno.EACCES: "Choose a port above 1023: `{setting}`.",
 }
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of some work for a request whose body was read; None if its client leaves before, which cancels the
+    work."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 def bearer_token(attempted: str, variable: str | None, setting: str | None, shortest: int = 1) -> str | None:

@@ -29,9 +29,9 @@ from flywheel.sources.calls.parsing import error_in, events
 from flywheel.system.http_client import async_client
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.system.terminal import excerpt, quantity
-from flywheel.system.web_server import BackgroundServer, bound_socket
+from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.other_models import OtherModels, undecided
+from flywheel.training.program.other_models import OtherModels, failure_of, undecided
 from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"
@@ -44,7 +44,7 @@ SHOWN: Final = 60
 """Characters that are shown of each of them."""
 MOST_FAILURES: Final = 3
 """Accepted answers on which the judge fails before no more are tried."""
-GIVEN_UP: Final = (499, "its client gave it up before the answer, which leaves a rollout without a reward")
+GIVEN_UP: Final = (CLIENT_GONE, "its client gave it up before the answer, which leaves a rollout without a reward")
 """Status and error of a call whose client has left."""
 NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
 NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connection", "transfer-encoding", "date"})
@@ -327,7 +327,7 @@ class _Proxy:
         if path.endswith(CHAT):
             asked = _object(body)
             if (found := await self.others.answer(asked)) is not None:
-                if found.status_code >= 500:
+                if failure_of(found):
                     self._runs[number].calls.append(failed := _call(body))
                     failed.status = found.status_code
                     _read_answer(failed, bytes(found.body))
@@ -341,32 +341,21 @@ class _Proxy:
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
         asking = self._http.request(request.method, path, params=request.query_params, content=body, headers=headers)
-        answering, leaving = asyncio.ensure_future(asking), asyncio.ensure_future(_left(request))
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                if call is not None:
-                    call.status, call.error = GIVEN_UP
-                return Response(status_code=GIVEN_UP[0])
-            answer = answering.result()
+            answer = await unless_left(request, asking)
         except httpx2.HTTPError as error:
             if call is not None:
                 call.status, call.error = 502, str(error) or type(error).__name__
             return Response(f"the server does not answer: {error}", 502)
-        finally:
-            answering.cancel()
-            leaving.cancel()
+        if answer is None:
+            if call is not None:
+                call.status, call.error = GIVEN_UP
+            return Response(status_code=CLIENT_GONE)
         if call is not None and not call.status:
             call.status, call.seconds = answer.status_code, round(time.monotonic() - began, 3)
             _read_answer(call, answer.content)
         kept = {name: value for name, value in answer.headers.items() if name not in NOT_SENT_BACK}
         return Response(answer.content, answer.status_code, kept)
-
-
-async def _left(request: Request) -> None:
-    """Until the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _call(body: bytes) -> CheckedCall:

@@ -6,7 +6,6 @@ asks for a stream gets the complete response as one.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import secrets
@@ -18,15 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from flywheel.system.web_server import BackgroundServer, bound_socket
+from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
 from flywheel.training.engine.session import Session, SessionReply
 from flywheel.training.program.agent_program import AgentProgram
-from flywheel.training.program.other_models import OtherModels
+from flywheel.training.program.other_models import OtherModels, failure_of
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
-CLIENT_GONE: Final = 499
-"""No one receives it."""
 
 
 class RolloutEndpoint:
@@ -87,26 +84,19 @@ class RolloutEndpoint:
             return _error(400, "the body is not a JSON object", "BadRequestError")
         count = request.headers.get("x-stainless-retry-count", "")
         attempt = int(count) if count.isdecimal() else None
-        answering = asyncio.ensure_future(self._answer(request, session, body, attempt))
-        leaving = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=CLIENT_GONE)
-            return await answering
+            found = await unless_left(request, self._answer(request, session, body, attempt))
         except Exception as error:
             return _error(500, f"the engine failed: {' '.join(str(error).split())[:200]}", "InternalServerError")
-        finally:
-            answering.cancel()
-            leaving.cancel()
+        return Response(status_code=CLIENT_GONE) if found is None else found
 
     async def _answer(
         self, request: Request, session: Session, body: Mapping[str, Any], attempt: int | None
     ) -> Response:
-        answered = session.elsewhere(body) if self.others.asks_auxiliary(body) else None
+        ended = session.elsewhere(body) if self.others.auxiliary_of(body) is not None else None
         if (found := await self.others.answer(body, is_retry=bool(attempt))) is not None:
-            if answered is not None:
-                answered(found.status_code)
+            if ended is not None:
+                ended(failure_of(found))
             return found
         reply = await session.complete(body, attempt=attempt)
         if reply.status == 200 and body.get("stream"):
@@ -166,11 +156,6 @@ async def _streamed(request: Request, events: Iterator[str], sent: Callable[[], 
         sent()
     yield finish
     yield last
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _not_found(*_: object) -> Response:

@@ -146,19 +146,19 @@ class Session:
         self._unanswered.append(streamed)
         return lambda: self._answer(streamed)
 
-    def elsewhere(self, body: Mapping[str, Any]) -> Callable[[int], None]:
-        """Another model is asked this, until what this returns is called with the HTTP status of its answer."""
+    def elsewhere(self, body: Mapping[str, Any]) -> Callable[[str], None]:
+        """Another model is asked this, until what this returns is called: with why that failed, or an empty text."""
         asked = _Unanswered(_key(body))
         earlier = [each for each in self._unanswered if each.key == asked.key and not each.waiting]
         self._unanswered.append(asked)
 
-        def answered(status: int) -> None:
-            if status < 500 and status != 429:
-                self._answer(asked, *earlier)
+        def ended(failure: str) -> None:
+            if failure:
+                asked.fault, asked.why = "engine_error", failure
             else:
-                asked.fault, asked.why = "engine_error", f"an auxiliary model failed (HTTP status {status})"
+                self._answer(asked, *earlier)
 
-        return answered
+        return ended
 
     async def complete(
         self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None

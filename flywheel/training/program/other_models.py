@@ -25,14 +25,12 @@ class OtherModels:
         self.asked: Counter[str] = Counter()
         self._program = program
 
-    def asks_auxiliary(self, body: Mapping[str, Any]) -> bool:
-        """Whether an auxiliary model answers a chat request."""
+    def auxiliary_of(self, body: Mapping[str, Any]) -> str | None:
+        """The key of the auxiliary model that answers a chat request; None if none does."""
         name = body.get("model")
-        return (
-            isinstance(name, str)
-            and self._program.answered_by(name) == "auxiliary"
-            and self._program.auxiliary_name(name) is not None
-        )
+        if not isinstance(name, str) or self._program.answered_by(name) != "auxiliary":
+            return None
+        return self._program.auxiliary_name(name)
 
     async def answer(self, body: Mapping[str, Any], *, is_retry: bool = False) -> Response | None:
         """The response to a chat request; None if it is for the policy. A client's retry is not counted."""
@@ -43,7 +41,7 @@ class OtherModels:
             self.asked[name] += 1
         if self._program.answered_by(name) == "refuse":
             return _error(404, f"the model {name} is refused (rollout.models)", "NotFoundError")
-        key = self._program.auxiliary_name(name) if self.asks_auxiliary(body) else None
+        key = self.auxiliary_of(body)
         return None if key is None else await self._of_auxiliary(key, body)
 
     async def _of_auxiliary(self, key: str, body: Mapping[str, Any]) -> Response:
@@ -57,6 +55,12 @@ class OtherModels:
             why = f"rollout.auxiliary_models.{key} does not answer: {str(error) or type(error).__name__}"
             return _error(502, why, "BadGatewayError")
         return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+
+
+def failure_of(response: Response) -> str:
+    """Why an auxiliary model gave no answer, which is no fault of the request; empty otherwise."""
+    status = response.status_code
+    return f"an auxiliary model failed (HTTP status {status})" if status >= 500 or status == 429 else ""
 
 
 def listed(asked: Mapping[str, int]) -> str:
