@@ -11,6 +11,7 @@ from flywheel.training.data.rollout import (
     CallOutcome,
     Completion,
     LoadedAdapter,
+    RewardWeights,
     Rollout,
     RolloutBatch,
     RolloutRequest,
@@ -60,3 +61,16 @@ def recorded(name: str = "t-1") -> Prompt:
 def batch(*groups: Sequence[float | None]) -> RolloutBatch:
     """A batch with these rewards, one list per group; None is undecided."""
     return RolloutBatch(tuple(rollout(group, score) for group, scores in enumerate(groups) for score in scores))
+
+
+class StandIn:
+    """Takes the place of a `Collector`, of which a subclass has `collect`."""
+
+    weights = RewardWeights()
+    judge_seconds = 0.0
+
+    def forget(self, step: RolloutBatch) -> None:
+        """Nothing of a step is kept."""
+
+    def close(self) -> None:
+        """There is nothing to stop."""

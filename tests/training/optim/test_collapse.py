@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
-from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest, reply
 from flywheel.training.optim.collapse import CollapseWatch, StepFigures
 from flywheel.training.optim.round_steps import RoundRefusedError
 from tests.factories.policy_training import TEMPERATURE
 from tests.factories.round import POLICY, round_spec
-from tests.training.data.rollouts import batch, prompt, verdict
+from tests.training.data.rollouts import StandIn, batch, prompt, verdict
 
 GOOD, BAD = (0.6, 0.8, 0.7, 0.7), (0.2, 0.4, 0.3, 0.3)
 
@@ -157,21 +157,12 @@ def test_the_figures_of_rollouts() -> None:
         watch.rolled_out(None, batch([0.0] * 4, [0.0, 0.1, 0.0, 0.0]))
 
 
-class Sampled:
+class Sampled(StandIn):
     """Takes the place of engines and judge: samples answers from the trainer's own model, and gives half a point for
     the right number and half a point for its box."""
 
     def __init__(self, model: Any, tokenizer: Any, answers: dict[str, int]) -> None:
         self.model, self.tokenizer, self.answers = model, tokenizer, answers
-
-    weights = RewardWeights()
-    judge_seconds = 0.0
-
-    def forget(self, step: RolloutBatch) -> None:
-        """Nothing of a step is kept."""
-
-    def close(self) -> None:
-        """There is nothing to stop."""
 
     def collect(
         self, requests: Sequence[RolloutRequest], *, order: int, on_generated: Callable[[], None]

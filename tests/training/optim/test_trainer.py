@@ -13,9 +13,9 @@ import pytest
 
 from flywheel.config.file import Config
 from flywheel.training.data.graded_rollouts import StoredSteps
-from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest, reply
 from tests.factories.round import POLICY, round_spec
-from tests.training.data.rollouts import prompt, verdict
+from tests.training.data.rollouts import StandIn, prompt, verdict
 
 STARTED = """
 import sys, tempfile
@@ -36,21 +36,12 @@ def test_the_trainer_does_not_load_vllm() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-3000:]
 
 
-class Cutting:
+class Cutting(StandIn):
     """Takes the place of engines and judge. All rollouts of some steps, counted from 0, reach a limit. Those of the
     step behind `last` are stored before its own, as overlap does."""
 
-    weights = RewardWeights()
-    judge_seconds = 0.0
-
     def __init__(self, steps: Sequence[int], directory: Path, last: int) -> None:
         self.steps, self.directory, self.last = steps, directory, last
-
-    def forget(self, step: RolloutBatch) -> None:
-        """Nothing of a step is kept."""
-
-    def close(self) -> None:
-        """There is nothing to stop."""
 
     def collect(
         self, requests: Sequence[RolloutRequest], *, order: int, on_generated: Callable[[], None]
