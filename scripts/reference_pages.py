@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,28 +213,29 @@ def tuner_page() -> str:
 
 
 def _page_of(page: Path, head: str, table: Table, rest: list[str]) -> str:
-    def names(text: str) -> str:
-        return ", ".join(f"`{name.replace('=', ': ')}`" for name in text.split())
+    def rows(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for what, each in groupby(by_name.items(), itemgetter(1)):
+            yield ", ".join(f"`{name.replace('=', ': ')}`" for name, _ in each), what
 
     parts = [page.read_text().partition(head.splitlines()[0])[0] + head]
     parts += ["### Used", "", "Of several keys in a row, the last that a file sets counts.", ""]
-    parts += ["| Flywheel's key | is set by |", "|---|---|"]
-    parts += [f"| `{ours}` | {names(text)} |" for ours, text in table.used.items()]
+    parts += ["| key | here |", "|---|---|"]
+    parts += [f"| {names} | `{ours}` |" for names, ours in rows(table.uses)]
     parts += ["", "### Refused", "", "| value | because | instead |", "|---|---|---|"]
-    parts += [f"| {names(key)} | {_cell(why)} | {_cell(hint)} |" for key, (hint, why) in table.refused.items()]
-    for text, (possible, why) in table.only.items():
+    parts += [f"| {names} | {_cell(why)} | {_cell(hint)} |" for names, (hint, why) in rows(table.refused)]
+    for names, (possible, why) in rows(table.only):
         choices = " or ".join(f"`{str(each).lower()}`" for each in possible)
-        parts.append(f"| {names(text)}, another value | {_cell(why)} | {choices or '–'} |")
+        parts.append(f"| {names}, another value | {_cell(why)} | {choices or '–'} |")
     parts += [
         "",
         "### Without effect",
         "",
         "A key stands for those below it, too.",
         "",
-        "| keys | because |",
+        "| key | because |",
         "|---|---|",
     ]
-    parts += [f"| {names(text)} | {_cell(why)} |" for why, text in table.unused.items()]
+    parts += [f"| {names} | {_cell(why)} |" for names, why in rows(table.reasons)]
     return "\n".join([*parts, "", *rest])
 
 

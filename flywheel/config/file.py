@@ -514,9 +514,9 @@ def _own_keys(
 
 
 _FOREIGN: Final = {
-    name: uses[0].replace("sources.", "sources[].")
+    name: use.replace("sources.", "sources[].")
     for table in (TRINITY, AGENTJET, SAGE)
-    for name, uses in table.uses.items()
-    if uses[0].partition(".")[0] in Config.model_fields
+    for name, use in table.uses.items()
+    if use.partition(".")[0] in Config.model_fields
 }
 """Flywheel's keys, by those of other programs, without their root."""

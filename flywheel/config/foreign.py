@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from flywheel.config.section import put
 from flywheel.errors import ConfigError
@@ -22,6 +20,7 @@ log = logging.getLogger(__name__)
 
 CLOSE: Final = 0.8
 """How similar an unknown key is to the one that was probably meant (`difflib`)."""
+T = TypeVar("T")
 Outcome = Literal["taken over", "replaced by", "without effect", "refused"]
 
 
@@ -52,56 +51,41 @@ class Row(NamedTuple):
         return f"used as {self.use}" if self.use else f"{self.outcome}: {self.why}"
 
 
-@dataclass(frozen=True)
+def _by_name(table: Mapping[str, T]) -> dict[str, T]:
+    return {name: what for names, what in table.items() for name in names.split()}
+
+
 class Table:
-    """The keys of one program: dotted paths, several with spaces between them. Where several set the same, the last
-    counts."""
+    """The keys of one program, by their names: dotted paths, several with spaces between them. A name in `unused` or
+    `refused` may be `KEY=VALUE`, for one value."""
 
-    page: str
-    """Of the documentation."""
-    used: Mapping[str, str]
-    """By Flywheel's key, the names that set it."""
-    made: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-    """What makes the value of Flywheel's key of all values of a file, by their names, where it is no copy."""
-    only: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
-    """By names, the only values that are possible, and the reason."""
-    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """By `KEY` or `KEY=VALUE`, what to do instead, and the reason."""
-    unused: Mapping[str, str] = field(default_factory=dict)
-    """By the reason, the names without effect (`KEY`, or `KEY=VALUE` for a value); one also stands for the keys below
-    it."""
-    closed: tuple[str, ...] = ()
-    """Sections in which unknown keys are refused."""
-    refuses_close: bool = False
-    """Whether an unknown key is refused that is close to a known one. Others are without effect."""
-
-    @cached_property
-    def uses(self) -> dict[str, list[str]]:
-        """Flywheel's keys by the names that set them."""
-        uses: dict[str, list[str]] = {}
-        for ours, names in self.used.items():
-            for name in names.split():
-                uses.setdefault(name, []).append(ours)
-        return uses
-
-    @cached_property
-    def _only(self) -> dict[str, tuple[tuple[Any, ...], str]]:
-        return {name: possible for names, possible in self.only.items() for name in names.split()}
-
-    @cached_property
-    def _reasons(self) -> dict[str, str]:
-        return {name: why for why, names in self.unused.items() for name in names.split()}
-
-    @cached_property
-    def names(self) -> set[str]:
-        """All but those that stand for a value."""
-        return {*self.uses, *self._only, *(name for name in self._reasons if "=" not in name)}
+    def __init__(
+        self,
+        page: str,
+        used: Mapping[str, str],
+        *,
+        made: Mapping[str, Callable[[Mapping[str, Any]], Any]],
+        only: Mapping[str, tuple[tuple[Any, ...], str]],
+        refused: Mapping[str, tuple[str, str]],
+        unused: Mapping[str, str],
+        closed: tuple[str, ...] = (),
+        refuses_close: bool = False,
+    ) -> None:
+        """`page` is that of the documentation. `used` has Flywheel's key, of which `made` makes the value of all
+        values of a file where it is no copy; of names with one key, the last that a file has counts. `only` has the
+        values that are possible, and the reason; `refused` what to do instead, and the reason; `unused` the reason,
+        also for the keys below a name. Unknown keys are refused in `closed` sections, and with `refuses_close` those
+        that are close to a known one; others are without effect."""
+        self.page, self.closed, self.refuses_close, self.made = page, closed, refuses_close, made
+        self.uses, self.only = _by_name(used), _by_name(only)
+        self.refused, self.reasons = _by_name(refused), _by_name(unused)
+        self.names = {*self.uses, *self.only, *(name for name in self.reasons if "=" not in name)}
 
     def leaves(self, raw: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
         """All values of nested mappings by their paths. What is at a used key is one value."""
         for key, value in raw.items():
             path = f"{above}{key}"
-            if isinstance(value, Mapping) and path not in self.uses and path not in self._only:
+            if isinstance(value, Mapping) and path not in self.uses and path not in self.only:
                 yield from self.leaves(value, f"{path}.")
             else:
                 yield path, value
@@ -113,7 +97,7 @@ class Table:
         values = {key: value for _, key, value in given}
         order = {name: at for at, name in enumerate(self.uses)}
         given.sort(key=lambda each: order.get(each[1], len(order)))
-        rows = [row for place, key, value in given for row in self._rows(place, key, value, values)]
+        rows = [self._row(place, key, value, values) for place, key, value in given]
         last = {row.use: row for row in rows if row.use}
         return [
             Row(row.place, row.value, "without effect", why=f"{last[row.use].place} has another value")
@@ -122,28 +106,26 @@ class Table:
             for row in rows
         ]
 
-    def _rows(self, place: str, key: str, value: Any, values: Mapping[str, Any]) -> Iterator[Row]:
-        possible, why = self._only.get(key, ((value,), ""))
+    def _row(self, place: str, key: str, value: Any, values: Mapping[str, Any]) -> Row:
+        possible, why = self.only.get(key, ((value,), ""))
         if refusal := self.refused.get(key):
-            yield Row(place, value, "refused", why=f"`{place}` is {refusal[1]}", hint=refusal[0])
-        elif refusal := self.refused.get(f"{key}={value}"):
+            return Row(place, value, "refused", why=f"`{place}` is {refusal[1]}", hint=refusal[0])
+        if refusal := self.refused.get(f"{key}={value}"):
             why = f"`{place}` is {value}, which Flywheel does not take: {refusal[1]}"
-            yield Row(place, value, "refused", why=why, hint=refusal[0])
-        elif value not in possible:
+            return Row(place, value, "refused", why=why, hint=refusal[0])
+        if value not in possible:
             shown = "given" if isinstance(value, list | Mapping) else value
             hint = f"Set it to {' or '.join(str(each).lower() for each in possible) or 'nothing'}, or remove it."
-            yield Row(place, value, "refused", why=f"`{place}` is {shown}: {why}", hint=hint)
-        elif key in self._only:
-            yield Row(place, value, "taken over", why=why)
-        elif key in self.uses and not (why := self._reasons.get(f"{key}={value}", "")):
-            for use in self.uses[key]:
-                made = self.made[use](values) if use in self.made else value
-                if isinstance(made, Without):
-                    yield Row(place, value, "without effect", why=made)
-                else:
-                    yield Row(place, value, "taken over" if made == value else "replaced by", use, made)
-        else:
-            yield Row(place, value, "without effect", why=why) if why else self._unused(place, key, value)
+            return Row(place, value, "refused", why=f"`{place}` is {shown}: {why}", hint=hint)
+        if key in self.only:
+            return Row(place, value, "taken over", why=why)
+        if key not in self.uses or f"{key}={value}" in self.reasons:
+            return self._unused(place, key, value)
+        use = self.uses[key]
+        made = self.made[use](values) if use in self.made else value
+        if isinstance(made, Without):
+            return Row(place, value, "without effect", why=made)
+        return Row(place, value, "taken over" if made == value else "replaced by", use, made)
 
     def _unused(self, place: str, key: str, value: Any) -> Row:
         meant = self.meant_by(key)
@@ -152,14 +134,14 @@ class Table:
             known = ", ".join(name.removeprefix(f"{above}.") for name in self.uses if name.startswith(f"{above}."))
             hint = f"did you mean `{meant}`?" if meant else f"known here: {known}"
             return Row(place, value, "refused", why=f"unknown key `{place}` ({hint})", hint="Correct it.")
-        why = self.reason(key) or "Flywheel has nothing like it"
+        why = self.reasons.get(f"{key}={value}") or self.reason(key) or "Flywheel has nothing like it"
         return Row(place, value, "without effect", why=why, meant=meant)
 
     def reason(self, key: str) -> str:
         """Why a key, or those of a section around it, have no effect; empty if the table has no reason."""
-        while key and key not in self._reasons:
+        while key and key not in self.reasons:
             key = key.rpartition(".")[0]
-        return self._reasons.get(key, "")
+        return self.reasons.get(key, "")
 
     def knows(self, key: str) -> bool:
         """Whether it is a key of the program, or was probably meant to be one."""

@@ -22,82 +22,86 @@ PPO: Final = (
     " again. `grpo` compares rollouts of one prompt instead"
 )
 INSTEAD: Final[Mapping[str, str]] = {
-    "training.stages": "rl_config.sft_model_path run_warmup run_sft run_rl run_eval",
-    "training.dpo.epochs, training.steps": "rl_config.num_epochs",
-    "training.dpo.batch_size, training.prompts_per_step": "rl_config.batch_size rl_config.gradient_accumulation",
-    "training.dpo.learning_rate, training.learning_rate": "rl_config.learning_rate",
-    "training.group_size": "rl_config.num_samples_per_prompt",
-    "state.dir": "rl_config.output_dir sft_config.output_dir experiment_name output_base_dir",
-    "model.base": "sft_config.base_model",
-    "sources": "sft_config.train_data",
-    "ingest.train_ratio, gate.max_tasks": "sft_config.dev_data sft_config.max_eval_samples",
-    "training.task_weights": "sft_config.task_weights",
-    "trigger.max_samples": "sft_config.max_train_samples",
-    "rollout.max_model_len": "sft_config.max_length",
-    "model.trainer_quantization": "sft_config.load_in_8bit sft_config.load_in_4bit",
-    "training.precision": "sft_config.fp16 sft_config.bf16",
-    "training.coreset":
-        "sft_config.use_coreset_selection sft_config.coreset_target_size sft_config.coreset_strategy",
-    "training.replay":
-        "sft_config.use_online_continual sft_config.continual_buffer_size sft_config.continual_replay_ratio",
-    "training.lora.r": "sft_config.lora_r",
-    "training.lora.alpha": "sft_config.lora_alpha",
-    "training.lora.dropout": "sft_config.lora_dropout",
-    "training.lora.target_modules": "sft_config.lora_target_modules",
-    "training.sft.epochs": "sft_config.num_epochs",
-    "training.sft.batch_size": "sft_config.batch_size sft_config.gradient_accumulation",
-    "training.sft.learning_rate": "sft_config.learning_rate",
-    "training.sft.warmup_steps": "sft_config.warmup_ratio",
-    "training.sft.scheduler": "sft_config.lr_scheduler",
-    "training.save_steps": "sft_config.save_steps",
-    "tracking.report_to": "sft_config.report_to",
-    "training.seed": "sft_config.seed",
-    "filter.rubric": "reward_config",
-    "tracking.project": "wandb_project wandb_run_name",
+    "rl_config.sft_model_path run_warmup run_sft run_rl run_eval": "training.stages",
+    "rl_config.num_epochs": "training.dpo.epochs, training.steps",
+    "rl_config.batch_size rl_config.gradient_accumulation": "training.dpo.batch_size, training.prompts_per_step",
+    "rl_config.learning_rate": "training.dpo.learning_rate, training.learning_rate",
+    "rl_config.num_samples_per_prompt": "training.group_size",
+    "rl_config.output_dir sft_config.output_dir experiment_name output_base_dir": "state.dir",
+    "sft_config.base_model": "model.base",
+    "sft_config.train_data": "sources",
+    "sft_config.dev_data sft_config.max_eval_samples": "ingest.train_ratio, gate.max_tasks",
+    "sft_config.task_weights": "training.task_weights",
+    "sft_config.max_train_samples": "trigger.max_samples",
+    "sft_config.max_length": "rollout.max_model_len",
+    "sft_config.load_in_8bit sft_config.load_in_4bit": "model.trainer_quantization",
+    "sft_config.fp16 sft_config.bf16": "training.precision",
+    "sft_config.use_coreset_selection sft_config.coreset_target_size sft_config.coreset_strategy": "training.coreset",
+    "sft_config.use_online_continual sft_config.continual_buffer_size sft_config.continual_replay_ratio":
+        "training.replay",
+    "sft_config.lora_r": "training.lora.r",
+    "sft_config.lora_alpha": "training.lora.alpha",
+    "sft_config.lora_dropout": "training.lora.dropout",
+    "sft_config.lora_target_modules": "training.lora.target_modules",
+    "sft_config.num_epochs": "training.sft.epochs",
+    "sft_config.batch_size sft_config.gradient_accumulation": "training.sft.batch_size",
+    "sft_config.learning_rate": "training.sft.learning_rate",
+    "sft_config.warmup_ratio": "training.sft.warmup_steps",
+    "sft_config.lr_scheduler": "training.sft.scheduler",
+    "sft_config.save_steps": "training.save_steps",
+    "sft_config.report_to": "tracking.report_to",
+    "sft_config.seed": "training.seed",
+    "reward_config": "filter.rubric",
+    "wandb_project wandb_run_name": "tracking.project",
 }  # fmt: skip
-"""By the keys to use instead, the other options of `RLTrainingConfig`, `AgentSFTConfig` and `TrainingPipelineConfig`.
+"""The keys to use instead of the other options of `RLTrainingConfig`, `AgentSFTConfig` and `TrainingPipelineConfig`.
 Each may also be at the root of a file."""
 NOTHING: Final[Mapping[str, str]] = {
-    "the reference is the policy that the stage starts from": "rl_config.reference_model_path",
-    "it is always on where there is a GPU": "sft_config.gradient_checkpointing",
-    "adapter and optimizer are float32, and small": "sft_config.optim",
-    "the model's own chat template, as the server renders it, is the only format":
-        "sft_config.output_format sft_config.padding_strategy sft_config.padding_side",
-    "each epoch's order follows from `training.seed`": "sft_config.shuffle_train sft_config.shuffle_eval",
-    "the samples of a round are in memory": "sft_config.dataloader_num_workers",
-    "a sample has one loss, the mean negative log-likelihood of its reply": "sft_config.coreset_metric_key",
-    "vLLM cannot serve DoRA": "sft_config.use_dora",
-    "both matrices have one learning rate": "sft_config.use_lora_plus sft_config.lora_plus_lr_ratio",
-    "`metrics.jsonl` has each step": "sft_config.logging_steps",
-    "a round writes its adapter at its end, and the gate decides whether it is used":
-        "sft_config.save_total_limit sft_config.eval_steps sft_config.eval_strategy sft_config.load_best_model "
-        "sft_config.metric_for_best_model sft_config.greater_is_better",
+    "rl_config.reference_model_path": "the reference is the policy that the stage starts from",
+    "sft_config.gradient_checkpointing": "it is always on where there is a GPU",
+    "sft_config.optim": "adapter and optimizer are float32, and small",
+    "sft_config.output_format sft_config.padding_strategy sft_config.padding_side":
+        "the model's own chat template, as the server renders it, is the only format",
+    "sft_config.shuffle_train sft_config.shuffle_eval": "each epoch's order follows from `training.seed`",
+    "sft_config.dataloader_num_workers": "the samples of a round are in memory",
+    "sft_config.coreset_metric_key": "a sample has one loss, the mean negative log-likelihood of its reply",
+    "sft_config.use_dora": "vLLM cannot serve DoRA",
+    "sft_config.use_lora_plus sft_config.lora_plus_lr_ratio": "both matrices have one learning rate",
+    "sft_config.logging_steps": "`metrics.jsonl` has each step",
+    "sft_config.save_total_limit sft_config.eval_steps sft_config.eval_strategy sft_config.load_best_model "
+    "sft_config.metric_for_best_model sft_config.greater_is_better":
+        "a round writes its adapter at its end, and the gate decides whether it is used",
 }  # fmt: skip
-"""Those for which there is nothing, by the reason."""
+"""Why there is nothing like the rest of them."""
 
 
-def _refused() -> Iterator[tuple[str, tuple[str, str]]]:
+def _refused() -> dict[str, tuple[str, str]]:
     """What is said of each name, and of each without its class, which several may have."""
     said: dict[str, tuple[list[str], list[str]]] = {}
     for at, table in enumerate((INSTEAD, NOTHING)):
-        for text, names in table.items():
-            for name in names.split():
-                for each in {name, name.rpartition(".")[2]}:
-                    said.setdefault(each, ([], []))[at].extend(text.split(", ") if table is INSTEAD else [text])
-    for name, (uses, reasons) in said.items():
-        hint = f"Use {' or '.join(f'`{use}`' for use in uses)}." if uses else "Remove it."
-        yield name, (hint, ": ".join(["an option of SAGE", *reasons]))
+        for names, text in table.items():
+            for each in names.split():
+                for name in {each, each.rpartition(".")[2]}:
+                    said.setdefault(name, ([], []))[at].append(text)
+    return {
+        name: (
+            f"Use `{', '.join(uses).replace(', ', '` or `')}`." if uses else "Remove it.",
+            ": ".join(["an option of SAGE", *reasons]),
+        )
+        for name, (uses, reasons) in said.items()
+    }
 
 
 SAGE: Final = Table(
     "sage",
     {
-        "training.dpo.beta": "dpo_config.beta",
-        "training.dpo.label_smoothing": "dpo_config.label_smoothing",
-        "training.dpo.loss_type": "dpo_config.loss_type",
-        "training.group_size": "grpo_config.group_size",
-        "training.beta": "grpo_config.beta",
+        "dpo_config.beta": "training.dpo.beta",
+        "dpo_config.label_smoothing": "training.dpo.label_smoothing",
+        "dpo_config.loss_type": "training.dpo.loss_type",
+        "grpo_config.group_size": "training.group_size",
+        "grpo_config.beta": "training.beta",
     },
+    made={},
     only={
         "dpo_config.reference_free": (
             (False,),
@@ -106,7 +110,8 @@ SAGE: Final = Table(
         ),
         "grpo_config.use_advantage": ((True,), "the loss of GRPO is made of advantages"),
     },
-    refused=dict(_refused()),
+    refused=_refused(),
+    unused={},
     closed=("dpo_config.", "grpo_config.", "rl_config."),
 )
 
@@ -171,8 +176,8 @@ def _twice(found: Iterable[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Ite
     """Keys that set what another key sets."""
     before = set[str]()
     for place, key, value in found:
-        for use in SAGE.uses.get(key, ()):
-            if use in before or has(raw, use.split(".")):
-                why = f"`{place}` and another key both set `{use}`"
-                yield Row(place, value, "refused", why=why, hint="Remove one of them.")
-            before.add(use)
+        use = SAGE.uses.get(key, "")
+        if use and (use in before or has(raw, use.split("."))):
+            why = f"`{place}` and another key both set `{use}`"
+            yield Row(place, value, "refused", why=why, hint="Remove one of them.")
+        before.add(use)

@@ -25,40 +25,40 @@ DATASET: Final[Mapping[str, str]] = {
 }
 """The keys of a Trinity file that the fields of `DatasetConfig` stand for."""
 USED: Final[Mapping[str, str]] = {
-    "model.base": "model_path model.model_path",
-    "training.group_size": "group_size repeat_times algorithm.repeat_times",
-    "training.prompts_per_step": "batch_size buffer.batch_size",
-    "training.learning_rate": "learning_rate lr algorithm.optimizer.lr",
-    "training.scheduler": "algorithm.optimizer.warmup_style algorithm.optimizer.lr_scheduler_type",
-    "training.steps": "total_steps trainer.total_steps buffer.total_steps",
-    "training.save_steps": "save_interval_steps trainer.save_interval",
-    "training.beta": "algorithm.kl_loss_fn_args.kl_coef",
-    "training.clip_epsilon": "algorithm.policy_loss_fn_args.clip_range_low",
-    "training.clip_epsilon_high": "algorithm.policy_loss_fn_args.clip_range_high",
-    "training.max_grad_norm": "trainer.grad_clip",
-    "training.micro_batch_tokens": "trainer.max_token_len_per_gpu",
-    "training.lora.r": "model.lora_configs.lora_rank",
-    "training.lora.alpha": "model.lora_configs.lora_alpha",
-    "training.lora.target_modules": "model.lora_configs.target_modules",
-    "rollout.max_model_len": "max_model_len model.max_model_len",
-    "rollout.max_completion_tokens": "max_tokens max_response_tokens model.max_response_tokens",
-    "rollout.temperature": "temperature model.temperature explorer.rollout_model.temperature "
-    f"{TASKSET}.rollout_args.temperature",
-    "rollout.agent_timeout_seconds": "timeout max_timeout explorer.max_timeout",
-    "rollout.engines": "inference_engine_num engine_num explorer.rollout_model.engine_num",
-    "rollout.tensor_parallel": "tensor_parallel_size explorer.rollout_model.tensor_parallel_size",
-    "rollout.gpu_memory_utilization": "explorer.rollout_model.gpu_memory_utilization",
-    "serving.tool_call_parser": "tool_call_parser explorer.rollout_model.tool_call_parser",
-    "serving.reasoning_parser": "reasoning_parser explorer.rollout_model.reasoning_parser",
-    "monitor_type": "monitor.monitor_type",
-    "train_dataset.path": f"{TASKSET}.path",
-    "train_dataset.name": f"{TASKSET}.subset_name",
-    "train_dataset.split": f"{TASKSET}.split",
-    "train_dataset.total_epochs": "total_epochs buffer.total_epochs",
-    "train_dataset.prompt_key": f"{TASKSET}.format.prompt_key",
-    "train_dataset.response_key": f"{TASKSET}.format.response_key",
-    "eval_dataset": EVAL_TASKSETS,
-}
+    "model_path model.model_path": "model.base",
+    "group_size repeat_times algorithm.repeat_times": "training.group_size",
+    "batch_size buffer.batch_size": "training.prompts_per_step",
+    "learning_rate lr algorithm.optimizer.lr": "training.learning_rate",
+    "algorithm.optimizer.warmup_style algorithm.optimizer.lr_scheduler_type": "training.scheduler",
+    "total_steps trainer.total_steps buffer.total_steps": "training.steps",
+    "save_interval_steps trainer.save_interval": "training.save_steps",
+    "algorithm.kl_loss_fn_args.kl_coef": "training.beta",
+    "algorithm.policy_loss_fn_args.clip_range_low": "training.clip_epsilon",
+    "algorithm.policy_loss_fn_args.clip_range_high": "training.clip_epsilon_high",
+    "trainer.grad_clip": "training.max_grad_norm",
+    "trainer.max_token_len_per_gpu": "training.micro_batch_tokens",
+    "model.lora_configs.lora_rank": "training.lora.r",
+    "model.lora_configs.lora_alpha": "training.lora.alpha",
+    "model.lora_configs.target_modules": "training.lora.target_modules",
+    "max_model_len model.max_model_len": "rollout.max_model_len",
+    "max_tokens max_response_tokens model.max_response_tokens": "rollout.max_completion_tokens",
+    f"temperature model.temperature explorer.rollout_model.temperature {TASKSET}.rollout_args.temperature":
+        "rollout.temperature",
+    "timeout max_timeout explorer.max_timeout": "rollout.agent_timeout_seconds",
+    "inference_engine_num engine_num explorer.rollout_model.engine_num": "rollout.engines",
+    "tensor_parallel_size explorer.rollout_model.tensor_parallel_size": "rollout.tensor_parallel",
+    "explorer.rollout_model.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "tool_call_parser explorer.rollout_model.tool_call_parser": "serving.tool_call_parser",
+    "reasoning_parser explorer.rollout_model.reasoning_parser": "serving.reasoning_parser",
+    "monitor.monitor_type": "monitor_type",
+    f"{TASKSET}.path": "train_dataset.path",
+    f"{TASKSET}.subset_name": "train_dataset.name",
+    f"{TASKSET}.split": "train_dataset.split",
+    "total_epochs buffer.total_epochs": "train_dataset.total_epochs",
+    f"{TASKSET}.format.prompt_key": "train_dataset.prompt_key",
+    f"{TASKSET}.format.response_key": "train_dataset.response_key",
+    EVAL_TASKSETS: "eval_dataset",
+}  # fmt: skip
 POLICY: Final = "rollouts are sampled from the policy itself"
 MODELS: Final = (
     "a round starts no engines for other models; serve each, and name it in"
@@ -80,39 +80,35 @@ ONLY: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "stages": (([],), "a call of `tune` is one stage: call it once for each"),
 }  # fmt: skip
 UNUSED: Final[Mapping[str, str]] = {
-    "the model's family decides where it is the tuner's default for Qwen 3":
-        "tool_call_parser=hermes explorer.rollout_model.tool_call_parser=hermes "
-        "reasoning_parser=deepseek_r1 explorer.rollout_model.reasoning_parser=deepseek_r1",
-    "each call is a round of its own, and its files are in `directory`":
-        "project project_name name experiment_name group checkpoint_root_dir checkpoint_job_dir "
-        "continue_from_checkpoint log",
-    "a round starts a Ray of its own, on this machine": "ray_namespace ignore_validator_suggestions cluster",
-    "TRL trains": "trainer trainer.ppo_max_token_len_per_gpu actor_rollout_ref critic algorithm.optimizer",
-    "the loss is TRL's GRPO: `training.beta`, `training.scale_rewards`":
-        "algorithm algorithm.kl_loss_fn algorithm.policy_loss_fn algorithm.policy_loss_fn_args.clip_range",
-    "a step trains on all of its own rollouts, which no buffer holds":
-        "buffer buffer.explorer_output buffer.read_batch_size buffer.train_batch_size explorer.over_rollout",
-    "nothing is sent to a service": "monitor",
-    "the model is used as its own files and its chat template say":
-        "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta "
-        "model.critic_model_path model.trust_remote_code",
-    "a prompt may have what `rollout.max_model_len` leaves, and is not cut":
-        "model.max_prompt_tokens model.enable_prompt_truncation",
-    POLICY:
-        f"model.min_response_tokens model.logprobs model.external_model {TASKSET}.rollout_args "
-        "explorer.rollout_model.top_k",
-    "a round makes a float32 adapter of its own, on this machine":
-        "model.lora_configs model.fully_sharded_loras model.max_cpu_loras model.tinker",
-    "a workflow gets the line of its task as it is":
-        f"buffer.explorer_input buffer.explorer_input.tasksets {TASKSET}",
-    "`rollout.workers` has the number of processes; a run that fails is not repeated": "explorer",
-    "other options of an engine are Flywheel's own": "explorer.rollout_model",
-    "a round writes its adapter, and is evaluated beside the base model, at its end":
-        "eval_interval_steps explorer.eval_interval explorer.eval_on_startup trainer.save_strategy",
-    "engines get the weights after each step": "sync_interval synchronizer explorer.max_inflight_batches",
-    "`filter.chain` has filters for tasks": "service data_processor",
+    "tool_call_parser=hermes explorer.rollout_model.tool_call_parser=hermes reasoning_parser=deepseek_r1 "
+    "explorer.rollout_model.reasoning_parser=deepseek_r1":
+        "the model's family decides where it is the tuner's default for Qwen 3",
+    "project project_name name experiment_name group checkpoint_root_dir checkpoint_job_dir "
+    "continue_from_checkpoint log": "each call is a round of its own, and its files are in `directory`",
+    "ray_namespace ignore_validator_suggestions cluster": "a round starts a Ray of its own, on this machine",
+    "trainer trainer.ppo_max_token_len_per_gpu actor_rollout_ref critic algorithm.optimizer": "TRL trains",
+    "algorithm algorithm.kl_loss_fn algorithm.policy_loss_fn algorithm.policy_loss_fn_args.clip_range":
+        "the loss is TRL's GRPO: `training.beta`, `training.scale_rewards`",
+    "buffer buffer.explorer_output buffer.read_batch_size buffer.train_batch_size explorer.over_rollout":
+        "a step trains on all of its own rollouts, which no buffer holds",
+    "monitor": "nothing is sent to a service",
+    "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta "
+    "model.critic_model_path model.trust_remote_code": "the model is used as its own files and its chat template say",
+    "model.max_prompt_tokens model.enable_prompt_truncation":
+        "a prompt may have what `rollout.max_model_len` leaves, and is not cut",
+    "model.min_response_tokens model.logprobs model.external_model "
+    f"{TASKSET}.rollout_args explorer.rollout_model.top_k": POLICY,
+    "model.lora_configs model.fully_sharded_loras model.max_cpu_loras model.tinker":
+        "a round makes a float32 adapter of its own, on this machine",
+    f"buffer.explorer_input {TASKSET}s {TASKSET}": "a workflow gets the line of its task as it is",
+    "explorer": "`rollout.workers` has the number of processes; a run that fails is not repeated",
+    "explorer.rollout_model": "other options of an engine are Flywheel's own",
+    "eval_interval_steps explorer.eval_interval explorer.eval_on_startup trainer.save_strategy":
+        "a round writes its adapter, and is evaluated beside the base model, at its end",
+    "sync_interval synchronizer explorer.max_inflight_batches": "engines get the weights after each step",
+    "service data_processor": "`filter.chain` has filters for tasks",
 }  # fmt: skip
-TRINITY: Final = Table("agentscope-tuner", USED, only=ONLY, unused=UNUSED, refuses_close=True)
+TRINITY: Final = Table("agentscope-tuner", USED, made={}, only=ONLY, refused={}, unused=UNUSED, refuses_close=True)
 _SECTIONS: Final = {name.partition(".")[0] for name in TRINITY.names if "." in name}
 
 

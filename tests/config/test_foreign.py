@@ -30,11 +30,11 @@ SECTIONS = {
 """Sections that the defaults do not have."""
 TABLE = Table(
     "page",
-    {"ours.a": "a old.a", "ours.b": "b", "ours.c": "b"},
-    made={"ours.c": lambda values: values["b"] + 1 if values["b"] > 0 else Without("it is not above 0")},
+    {"old.a a": "ours.a", "b": "ours.b"},
+    made={"ours.b": lambda values: values["b"] + 1 if values["b"] > 0 else Without("it is not above 0")},
     only={"mode": (("x", "y"), "there is no other mode")},
     refused={"never": ("Use a.", "an option of theirs"), "a=9": ("Use 8.", "9 is too much")},
-    unused={"nothing is like it": "section a=7", "it is theirs": "section.inner"},
+    unused={"section a=7": "nothing is like it", "section.inner": "it is theirs"},
     closed=("closed.",),
 )
 
@@ -74,12 +74,10 @@ def test_what_becomes_of_a_key(key: str, value: Any, outcome: str, said: str) ->
 
 
 def test_a_value_is_copied_or_made_and_the_last_name_counts() -> None:
-    copied, made = TABLE.rows([("b", "b", 3)])
-    assert (copied.use, copied.made, made.use, made.made) == ("ours.b", 3, "ours.c", 4)
-    assert made.outcome == "replaced by"
-    assert [row.why for row in TABLE.rows([("b", "b", 0)])] == ["", "it is not above 0"]
-    assert [(row.use, row.why) for row in TABLE.rows([("old.a", "old.a", 2), ("a", "a", 1)])] == [
-        ("", "old.a has another value"),
+    assert row_of("b", 3)[2:5] == ("replaced by", "ours.b", 4)
+    assert row_of("b", 0).meaning == "without effect: it is not above 0"
+    assert [(row.use, row.why) for row in TABLE.rows([("a", "a", 1), ("old.a", "old.a", 2)])] == [
+        ("", "a has another value"),
         ("ours.a", ""),
     ]
     assert TABLE.rows([("a", "a", None)]) == []
@@ -100,7 +98,7 @@ def test_one_line_lists_what_has_no_effect_and_an_error_has_the_first_refused(
 
 @pytest.mark.parametrize("table", [AGENTJET, TRINITY, SAGE], ids=lambda table: table.page)
 def test_every_key_that_is_set_exists(table: Table) -> None:
-    for use in table.used:
+    for use in table.uses.values():
         if not use.startswith(OF_TUNE):
             default_of(use)
 
@@ -130,8 +128,8 @@ def test_the_page_of_sages_options_is_true() -> None:
         assert why != "–" or plain == [there], names
         for name in names.split("`, `"):
             said.setdefault(name, set()).update(uses)
-    table: dict[str, set[str]] = {name: set(uses) for name, uses in SAGE.uses.items()}
-    for uses, names in [*INSTEAD.items(), *(("", names) for names in NOTHING.values())]:
+    table = {name: {use} for name, use in SAGE.uses.items()}
+    for names, uses in [*INSTEAD.items(), *((names, "") for names in NOTHING)]:
         for name in names.split():
             table.setdefault(name.rpartition(".")[2], set()).update(filter(None, uses.split(", ")))
     read = {

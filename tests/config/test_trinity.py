@@ -22,7 +22,6 @@ from flywheel.system.yaml_file import YamlDocument
 from flywheel.tuner import objects, tune
 
 HERE = Path(__file__).parent
-ONLY = {path: possible for paths, possible in TRINITY.only.items() for path in paths.split()}
 
 
 def translated(raw: dict[str, Any]) -> dict[str, Any]:
@@ -56,12 +55,12 @@ def test_a_used_key_arrives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 8)
     value: Any = [{"path": "x"}] if path == EVAL_TASKSETS else 3
     raw = nested("model.lora_configs", [{path.rpartition(".")[2]: 3}]) if "lora" in path else nested(path, value)
-    assert translated(raw) == nested(TRINITY.uses[path][0], value)
+    assert translated(raw) == nested(TRINITY.uses[path], value)
 
 
-@pytest.mark.parametrize("path", ONLY)
+@pytest.mark.parametrize("path", TRINITY.only)
 def test_a_value_that_is_not_possible_is_refused_with_the_reason(path: str) -> None:
-    possible, why = ONLY[path]
+    possible, why = TRINITY.only[path]
     assert translated(nested(path, possible[0] if possible else None)) == {}
     with pytest.raises(ConfigError) as refused:
         translated(nested(path, "another"))
