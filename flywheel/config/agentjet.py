@@ -22,7 +22,7 @@ import yaml
 
 from flywheel.config.foreign import Row, Table, Without, fit_engines
 from flywheel.config.sage import ESTIMATOR, ROOTS
-from flywheel.config.section import GivenSetting, merged
+from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.system.files import tidied
 
@@ -58,7 +58,8 @@ FILES: Final = " ".join(
 )
 WORKFLOW: Final = "rollout.agentscope_learn_protocol rollout.agentscope_workflow rollout.user_workflow"
 """The names that the workflow's key has had, the present one last."""
-PROGRAM: Final = {*WORKFLOW.split(), "task_judge.judge_protocol"}
+OPTIONAL: Final = {*WORKFLOW.split(), "task_judge.judge_protocol", f"{TRACED}.filters"}
+"""Keys that may be empty."""
 CHECKS: Final = "rollout.compute_madness_checklist"
 LOOPS: Final = "nonsense"
 """The check that finds loops."""
@@ -258,23 +259,24 @@ def rows_of(raw: Mapping[str, Any], sections: Collection[str], file: Path | None
     """The rows of a configuration in a `file`. `sections` are Flywheel's own, which may also be present and take
     precedence."""
     own, kind, rows = {key: raw[key] for key in raw if key in sections}, _kind(raw), list[Row]()
-    if not _mapping(own.get("judge")).get("base_url"):
+    if not value_at(own, "judge.base_url"):
         rows = [Row("", None, "taken over", key, value) for key, value in DASHSCOPE_JUDGE.items()]
     found = list[tuple[str, str, Any]]()
     for place, key, value in _keys_in(raw, sections):
         reader = key.split(".")[1] if key.startswith("task_reader.") else ""
+        if value is None or key == ESTIMATOR or (key in OPTIONAL and not value):
+            continue
         if (reader in KINDS and reader != kind) or (key == f"{TRACED}.base_url" and kind != TRACING):
             rows.append(Row(place, value, "without effect", why=f"`task_reader.type` is {kind}"))
-        elif key == f"{TRACED}.filters":
-            found.append((place, key, str(file) if file is not None and value else None))
-        elif key != ESTIMATOR:
-            found.append((place, key, (value or None) if key in PROGRAM else value))
-        if key in (CHECKS, LOGGER) and value is not None:
+        elif key != f"{TRACED}.filters":
+            found.append((place, key, value))
+        elif file is not None:
+            found.append((place, key, str(file)))
+        if key in (CHECKS, LOGGER):
             used = [LOOPS] if key == CHECKS else ["console", *_trackers({LOGGER: value})]
-            left = [each for each in _list(value) if each not in used]
-            rows += (
-                Row(f"{place} {each}", each, "without effect", why="there is no such thing here") for each in left
-            )
+            why = "only loops are looked for" if key == CHECKS else "it is no installed tracker"
+            left = (each for each in _list(value) if each not in used)
+            rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
     rows += AGENTJET.rows(found)
     made = {row.use: row for row in rows}
     return [*rows, *_program(raw, own, made, sections), *_missing(raw, own, made)]
@@ -300,7 +302,7 @@ def _program(
         # Whatever the name of the root in the file. What else stands in it, workflows read, too.
         config = {ROOTS[0] if key == _root(raw) else key: raw[key] for key in raw if key not in sections}
         yield workflow._replace(outcome="replaced by", use="rollout.agent.config", made=config)
-    elif judge is not None and not isinstance(_mapping(own.get("rollout")).get("agent"), Mapping):
+    elif judge is not None and not isinstance(value_at(own, "rollout.agent"), Mapping):
         why = f"`{judge.place}` judges a workflow's answers, and there is no workflow"
         hint = f"Add `{_root(raw)}.rollout.user_workflow`, or remove it: `filter.rubric` judges other answers."
         yield judge._replace(outcome="refused", use="", why=why, hint=hint)
@@ -336,7 +338,7 @@ def settings_of(
     """All settings of such a file: those `made` of its rows, its own, and what AgentJet assumes, with its rows."""
     own = {key: raw[key] for key in raw if key in sections and raw[key] is not None}
     made["sources"] = _sources(_kind(raw), _settings(raw), made.pop("sources", {}).get("path"))
-    if not _mapping(own.get("ray")).get("address"):
+    if not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, name)
     settings, assumed = merged(made, own), list[Row]()
     count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
@@ -384,12 +386,9 @@ def assumptions(rows: Iterable[Row]) -> list[str]:
 def section_in(raw: Mapping[str, Any]) -> tuple[str, Any]:
     """The path and content of `feedback_tracing`."""
     root = _root(raw)
-    if SECTION in raw or not root:
-        return SECTION, raw.get(SECTION)
-    reader = _mapping(raw[root].get("task_reader"))
-    if SECTION in reader:
-        return f"{root}.task_reader.{SECTION}", reader[SECTION]
-    return f"{root}.{SECTION}", raw[root].get(SECTION)
+    places = [SECTION, *(f"{root}.{name}" for name in (TRACED, SECTION) if root)]
+    place = next((each for each in places if has(raw, each.split("."))), places[-1])
+    return place, value_at(raw, place)
 
 
 def _root(raw: Mapping[str, Any]) -> str:
@@ -406,7 +405,8 @@ def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(raw: Mapping[str, Any]) -> Any:
-    return _mapping(_settings(raw).get("task_reader")).get("type", TRACING)
+    kind = value_at(_settings(raw), "task_reader.type")
+    return TRACING if kind is None else kind
 
 
 def _placed(name: Any) -> Any:
@@ -452,10 +452,13 @@ class ProjectRoot:
         return f"the project root {self.folder}, {self.why}"
 
 
-def project_root(specs: Iterable[Any], file: Path) -> ProjectRoot:
-    """The nearest folder at or above `file` with the package or file of the workflow or the judge, which `specs`
-    name; without one, the working directory if the file is below it, else the file's folder."""
-    modules = [*_modules(specs)]
+def project_root(rows: Iterable[Row], settings: Mapping[str, Any], file: Path) -> ProjectRoot:
+    """The nearest folder at or above `file` with the package or file of the workflow or the judge, which its rows or
+    its settings name; without one, the working directory if the file is below it, else the file's folder."""
+    specs = ("rollout.agent.workflow", "rollout.reward_function")
+    modules = [
+        *_modules([*(row.made for row in rows if row.use in specs), *(value_at(settings, key) for key in specs)])
+    ]
     tops = [Path(module.parts[0]) for module in modules]
     folders = tidied(file).parents
     # An output of an earlier run may have the name of the package: a folder with the modules themselves is preferred.

@@ -421,18 +421,19 @@ def parse(
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
     sections, attempted, shown = Config.model_fields.keys(), f"use configuration {name}", str(file or name)
-    rows, own = sage.rows_of(whole, sections)
+    of_sage, own = sage.rows_of(whole, sections)
     is_agentjets = not MARKERS.isdisjoint(map(str, whole))
-    if is_agentjets:
-        rows = [*agentjet.rows_of(own, sections, file), *rows]
+    of_agentjet = agentjet.rows_of(own, sections, file) if is_agentjets else []
+    rows = [*of_agentjet, *of_sage]
     keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
-    made = applied(rows, attempted, shown, (AGENTJET if is_agentjets else SAGE).page)
+    made = applied(of_sage, attempted, shown, SAGE.page)
     if is_agentjets:
+        made = merged(applied(of_agentjet, attempted, shown, AGENTJET.page), made)
         own, assumed = agentjet.settings_of(own, made, rows, sections, shown)
         rows += assumed
-    elif made:
+    else:
         own = merged(made, own)
-    project = agentjet.project_root(_specs(rows, own), file) if file is not None and is_agentjets else None
+    project = agentjet.project_root(rows, own, file) if file is not None and is_agentjets else None
     # Translated keys have other names and positions in the file.
     document = None if rows else document
     try:
@@ -477,16 +478,6 @@ def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
         and not has(whole, row.use.split("."))
         and not (row.place and row.use.startswith("sources.") and "sources" in whole)
     }
-
-
-def _specs(rows: Sequence[Row], own: Mapping[str, Any]) -> Iterator[Any]:
-    """The names of workflow and judge, of either program's key."""
-    for path in ("rollout.agent.workflow", "rollout.reward_function"):
-        yield from (row.made for row in rows if row.use == path)
-        value: Any = own
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        yield value
 
 
 def _own_keys(

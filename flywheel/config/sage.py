@@ -6,11 +6,11 @@ is nothing like it. `flywheel docs sage` has them with their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from flywheel.config.foreign import Row, Table
-from flywheel.config.section import has
+from flywheel.config.section import has, value_at
 
 ROOTS: Final = ("ajet", "astuner")
 """The roots of configurations of AgentJet and ASTuner."""
@@ -141,14 +141,16 @@ def rows_of(raw: Mapping[str, Any], sections: Collection[str]) -> tuple[list[Row
                 continue
             del left[key]
         rest = rest | {outer: left} if outer else left
-        estimator: Any = left if outer in ROOTS else None
-        for part in ESTIMATOR.split("."):
-            estimator = estimator.get(part) if isinstance(estimator, Mapping) else None
-        if estimator is not None:
+        if outer in ROOTS and (estimator := value_at(left, ESTIMATOR)) is not None:
             named.append((above + ESTIMATOR, estimator))
     if isinstance(raw.get("rl_config"), Mapping):
         del rest["rl_config"]
-    return [*rows, *_stages(named, raw), *_twice(found, raw), *SAGE.rows(found)], rest
+    uses = [SAGE.uses.get(key, "") for _, key, _ in found]
+    for at, (place, _, value) in enumerate(found):
+        if (use := uses[at]) and (use in uses[:at] or has(raw, use.split("."))):
+            why = f"`{place}` and another key both set `{use}`"
+            rows.append(Row(place, value, "refused", why=why, hint="Remove one of them."))
+    return [*rows, *_stages(named, raw), *SAGE.rows(found)], rest
 
 
 def _stages(named: list[tuple[str, Any]], raw: Mapping[str, Any]) -> Iterator[Row]:
@@ -170,14 +172,3 @@ def _stages(named: list[tuple[str, Any]], raw: Mapping[str, Any]) -> Iterator[Ro
         yield Row(place, stage, "refused", why=why, hint=hint)
     for stage, place in chosen.items():
         yield Row(place, stage, "replaced by", "training.stages", [stage])
-
-
-def _twice(found: Iterable[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator[Row]:
-    """Keys that set what another key sets."""
-    before = set[str]()
-    for place, key, value in found:
-        use = SAGE.uses.get(key, "")
-        if use and (use in before or has(raw, use.split("."))):
-            why = f"`{place}` and another key both set `{use}`"
-            yield Row(place, value, "refused", why=why, hint="Remove one of them.")
-        before.add(use)
