@@ -387,7 +387,7 @@ def section_in(raw: Mapping[str, Any]) -> tuple[str, Any]:
     """The path and content of `feedback_tracing`."""
     root = _root(raw)
     places = [SECTION, *(f"{root}.{name}" for name in (TRACED, SECTION) if root)]
-    place = next((each for each in places if has(raw, each.split("."))), places[-1])
+    place = next((each for each in places if has(raw, each)), places[-1])
     return place, value_at(raw, place)
 
 

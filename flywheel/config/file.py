@@ -475,7 +475,7 @@ def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
         row.use: row
         for row in rows
         if row.use
-        and not has(whole, row.use.split("."))
+        and not has(whole, row.use)
         and not (row.place and row.use.startswith("sources.") and "sources" in whole)
     }
 

@@ -189,9 +189,9 @@ def fit_engines(rollout: dict[str, Any], rows: Iterable[Row], name: str) -> None
         size = max(each for each in range(1, size + 1) if size % each == 0 and (each == 1 or each < gpus))
         engines = max(1, min(engines, (gpus - 1) // size))
         if [engines, size] != asked:
-            places = [row.place for row in rows if row.use in ("rollout.engines", "rollout.tensor_parallel")]
+            places = (row.place for row in rows if row.use in ("rollout.engines", "rollout.tensor_parallel"))
             log.warning(
-                "%s: %s ask for %d × %d GPUs; this machine has %s, and rounds use %d × %d",
-                name, " and ".join(places), *asked, quantity(gpus, "GPU"), engines, size,
+                "%s: %s: this machine has %s, and rounds use %d × %d instead of %d × %d (engines × GPUs of each)",
+                name, ", ".join(places), quantity(gpus, "GPU"), engines, size, *asked,
             )  # fmt: skip
     rollout |= {key: each for key, each in (("engines", engines), ("tensor_parallel", size)) if each != 1}

@@ -147,7 +147,7 @@ def rows_of(raw: Mapping[str, Any], sections: Collection[str]) -> tuple[list[Row
         del rest["rl_config"]
     uses = [SAGE.uses.get(key, "") for _, key, _ in found]
     for at, (place, _, value) in enumerate(found):
-        if (use := uses[at]) and (use in uses[:at] or has(raw, use.split("."))):
+        if (use := uses[at]) and (use in uses[:at] or has(raw, use)):
             why = f"`{place}` and another key both set `{use}`"
             rows.append(Row(place, value, "refused", why=why, hint="Remove one of them."))
     return [*rows, *_stages(named, raw), *SAGE.rows(found)], rest
@@ -164,7 +164,7 @@ def _stages(named: list[tuple[str, Any]], raw: Mapping[str, Any]) -> Iterator[Ro
             why, hint = f"`{place}` is {stage}, which Flywheel does not have", "Use dpo or grpo."
         elif other := next((each for each in chosen if each != stage), ""):
             why = f"`{chosen[other]}` is of {other} and `{place}` of {stage}"
-        elif has(raw, ("training", "stages")):
+        elif has(raw, "training.stages"):
             why = f"`{place}` and `training.stages` both say what is trained"
         else:
             chosen.setdefault(stage, place)

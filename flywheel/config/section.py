@@ -86,9 +86,9 @@ def value_at(settings: Any, path: str) -> Any:
     return settings
 
 
-def has(settings: Any, path: Sequence[str]) -> bool:
-    """Whether nested mappings have a value at a path."""
-    for part in path:
+def has(settings: Any, path: str) -> bool:
+    """Whether nested mappings have a value at a dotted path."""
+    for part in path.split("."):
         if not isinstance(settings, Mapping) or part not in settings:
             return False
         settings = settings[part]

@@ -116,8 +116,8 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     ):
         both = merged(both, part)
         # What Flywheel's own keys set again has its own name.
-        origins = {key: name for key, name in origins.items() if not has(part, key.split("."))}
-        origins |= {key: name for key, name in by_part.items() if has(part, key.split("."))}
+        origins = {key: name for key, name in origins.items() if not has(part, key)}
+        origins |= {key: name for key, name in by_part.items() if has(part, key)}
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
     if call.eval_dataset is not None:
@@ -154,7 +154,7 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
     rows, own = rows_of(raw, Config.model_fields.keys())
     # A file may have the same setting by both names: Flywheel's wins.
-    origins = {row.use: row.place for row in rows if row.use and not has(own, row.use.split("."))}
+    origins = {row.use: row.place for row in rows if row.use and not has(own, row.use)}
     return _Read(merged(settings_of(rows, name), own), name, folder, is_trinitys(raw), origins)
 
 

@@ -100,7 +100,9 @@ def test_engines_of_a_foreign_file_fit_the_machine(
     for gpus, engines in ((0, 1), (1, 1), (3, 2), (8, 4)):
         monkeypatch.setattr(foreign, "gpus_of_machine", lambda gpus=gpus: gpus)
         assert translated(raw)["rollout"].get("engines", 1) == engines
-    assert "explorer.rollout_model.engine_num ask for 4 × 1 GPUs; this machine has 3 GPUs, and" in caplog.text
+    assert (
+        "x.yaml: explorer.rollout_model.engine_num: this machine has 3 GPUs, and rounds use 2 × 1 inst" in caplog.text
+    )
 
 
 FILE = """\
