@@ -58,8 +58,11 @@ FILES: Final = " ".join(
 )
 WORKFLOW: Final = "rollout.agentscope_learn_protocol rollout.agentscope_workflow rollout.user_workflow"
 """The names that the workflow's key has had, the present one last."""
-OPTIONAL: Final = {*WORKFLOW.split(), "task_judge.judge_protocol", f"{TRACED}.filters"}
-"""Keys that may be empty."""
+OPTIONAL: Final = {
+    *f"{WORKFLOW} {FILES} task_judge.judge_protocol {TRACED}.filters".split(),
+    *f"model.path {TRACED}.base_url task_reader.{HUB}.dataset_path".split(),
+}
+"""Keys whose empty value is none."""
 CHECKS: Final = "rollout.compute_madness_checklist"
 LOOPS: Final = "nonsense"
 """The check that finds loops."""
