@@ -119,11 +119,7 @@ def test_the_page_of_sages_options_is_true() -> None:
     for names, there, keys, here, why in ([cell.strip(" `") for cell in row] for row in rows):
         uses = [] if keys == "–" else keys.split("`, `")
         defaults = [default_of(key) for key in uses if key != "sources"]
-        plain = [
-            each.name if isinstance(each, Path) else str(each).lower() if isinstance(each, bool)
-            else "null" if each is None else str(each)
-            for each in defaults
-        ]  # fmt: skip
+        plain = [each.name if isinstance(each, Path) else "null" if each is None else str(each) for each in defaults]
         assert here == ("`, `".join(plain) or "–"), names
         assert why != "–" or plain == [there], names
         for name in names.split("`, `"):

@@ -91,14 +91,6 @@ def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], com
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        ({"task_weights": {"tool_selection": 0.35}}, "Use `training.task_weights`"),
-        ({"sft_config": {"task_weights": {"tool_selection": 0.35}}}, "Use `training.task_weights`"),
-        ({"use_online_continual": True}, "Use `training.replay`"),
-        ({"use_coreset_selection": True}, "Use `training.coreset`"),
-        ({"sft_config": {"coreset_target_size": 100}}, "Use `training.coreset`"),
-        ({"coreset_strategy": "hybrid"}, "Use `training.coreset`"),
-        ({"sft_config": {"coreset_metric_key": "loss"}}, "a sample has one loss"),
-        ({"sft_config": {"continual_replay_ratio": 0.3}}, "Use `training.replay`"),
         ({"training": {"task_weights": {"tool_selection": 1}}}, "class of SAGE, by words; classes here are by"),
         ({"training": {"task_weights": {"tool_selection": 1}}}, "the nearest: one_tool"),
         ({"training": {"task_weights": {"multi_step_planning": 1}}}, "the nearest: several_tools"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +66,6 @@ def test_a_value_that_is_not_possible_is_refused_with_the_reason(path: str) -> N
     assert f"`{path}` is another: {why}" in str(refused.value)
 
 
-def test_one_line_of_the_log_lists_the_keys_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    raw = {
-        "synchronizer": {"sync_interval": 4, "sync_style": "fixed"},
-        "explorer": {"rollout_model": {"dtype": "bfloat16"}, "colour": 1},
-        "monitor": {"monitor_args": {"api_key": "k"}},
-        "model": {"base": "/own", "rope_theta": None},
-        "reasoning_parser": "deepseek_r1",
-    }
-    with caplog.at_level(logging.WARNING):
-        assert translated(raw) == {"model": {"base": "/own"}}
-    assert caplog.messages == [
-        "x.yaml: without effect: reasoning_parser, synchronizer.sync_interval, synchronizer.sync_style,"
-        " explorer.rollout_model.dtype, explorer.colour, monitor.monitor_args.api_key;"
-        " see `flywheel docs agentscope-tuner`"
-    ]
-
-
 def test_of_several_temperatures_the_nearest_to_the_tasks_wins(caplog: pytest.LogCaptureFixture) -> None:
     taskset = nested(f"{TASKSET}.rollout_args.temperature", 0.8)
     engine = {"explorer": {"rollout_model": {"temperature": 0.7}}}
@@ -96,10 +78,8 @@ def test_of_several_temperatures_the_nearest_to_the_tasks_wins(caplog: pytest.Lo
 def test_engines_of_a_foreign_file_fit_the_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = {"explorer": {"rollout_model": {"engine_num": 4}}}
-    for gpus, engines in ((0, 1), (1, 1), (3, 2), (8, 4)):
-        monkeypatch.setattr(foreign, "gpus_of_machine", lambda gpus=gpus: gpus)
-        assert translated(raw)["rollout"].get("engines", 1) == engines
+    monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 3)
+    assert translated({"explorer": {"rollout_model": {"engine_num": 4}}}) == {"rollout": {"engines": 2}}
     assert (
         "x.yaml: explorer.rollout_model.engine_num: this machine has 3 GPUs, and rounds use 2 × 1 inst" in caplog.text
     )
