@@ -132,8 +132,8 @@ class Table:
         if key.startswith(self.closed) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
             known = ", ".join(name.removeprefix(f"{above}.") for name in self.uses if name.startswith(f"{above}."))
-            hint = f"did you mean `{meant}`?" if meant else f"known here: {known}"
-            return Row(place, value, "refused", why=f"unknown key `{place}` ({hint})", hint="Correct it.")
+            hint = f" (did you mean `{meant}`?)" if meant else f" (known here: {known})" if known else ""
+            return Row(place, value, "refused", why=f"unknown key `{place}`{hint}", hint="Correct it.")
         why = self.reasons.get(f"{key}={value}") or self.reason(key) or "Flywheel has nothing like it"
         return Row(place, value, "without effect", why=why, meant=meant)
 
