@@ -1,8 +1,8 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
 The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, the
-states and tables from the schema and its docstrings, and SAGE's options, AgentJet's keys and the conventions of
-traces from the tables that translate them.
+states and tables from the schema and its docstrings, and the keys of AgentJet and of AgentScope's tuner and the
+conventions of traces from the tables that translate them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,9 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import agentjet_keys, sage, trinity
-from flywheel.config.file import Config
+from flywheel.config.agentjet import AGENTJET, DEFAULTS
+from flywheel.config.foreign import Table
+from flywheel.config.trinity import TRINITY
 from flywheel.records import states
 from flywheel.sources.otlp import conventions
 from flywheel.store.kernel import schema
@@ -31,7 +32,6 @@ from scripts import configuration_page
 ROOT = configuration_page.ROOT
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
 STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
-SAGE_PAGE = ROOT / "docs" / "reference" / "sage.md"
 AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
 TUNER_PAGE = ROOT / "docs" / "how-to" / "agentscope-tuner.md"
 OTLP_PAGE = ROOT / "docs" / "how-to" / "otlp.md"
@@ -66,21 +66,9 @@ This page is generated from `flywheel/store/kernel/schema.py` and `flywheel/reco
 [`flywheel export`](export.md) instead: the tables can change with each version.
 """
 
-SAGE_HEAD = """# Options of SAGE and ASTuner
-
-This page is generated from `flywheel/config/sage.py` (`python -m scripts.reference_pages`); a test compares the two.
-
-A configuration file may have SAGE's `algorithm`, `dpo_config` and `grpo_config`, at its root, below `rl_config`, or
-below `ajet:` or `astuner:`. They become the [stage](../explanation/choosing-a-stage.md) of a round and its settings.
-Options of two stages in one file, or beside `training.stages`, are an error; `ppo_config` and `algorithm: ppo` are
-refused with the reason. Every other option of SAGE is an error that names the key to use instead. What a file does
-not set has Flywheel's default; the last column says why it differs.
-"""
-
-
 AGENTJET_HEAD = """## Every key
 
-This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test
+This section is generated from `flywheel/config/agentjet.py` (`python -m scripts.reference_pages`); a test
 compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
 itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge and
 [what is trained on](#what-is-trained-on).
@@ -89,8 +77,8 @@ itself, or at the root of the file. What a file does not set has Flywheel's defa
 TUNER_HEAD = """## Every key
 
 This section is generated from `flywheel/config/trinity.py` (`python -m scripts.reference_pages`); a test compares the
-two. `train_dataset.…` is a field of the data set. What nothing sets has Flywheel's default. Each key without effect
-has a line in the log, unless it has no value.
+two. Names without a section are fields of `TunerModelConfig` and `AlgorithmConfig`, or short names in a mapping;
+`train_dataset.…` is a field of the data set. What nothing sets has Flywheel's default.
 """
 
 OTLP_HEAD = """## Conventions
@@ -213,94 +201,42 @@ def state_page() -> str:
     return "\n".join(parts)
 
 
-def sage_page() -> str:
-    parts = [SAGE_HEAD]
-    for title, table in (
-        ("Read: `RLTrainingConfig`", sage.READ),
-        ("Read: `trainer_common` of ASTuner and AgentJet", sage.TRAINER_COMMON),
-        ("Not read: the rest of `RLTrainingConfig`", sage.RL),
-        ("Not read: `AgentSFTConfig`", sage.SFT),
-        ("Not read: `TrainingPipelineConfig`", sage.PIPELINE),
-    ):
-        parts += [f"## {title}", "", *_options_of_sage(table), ""]
-    return "\n".join(parts)
-
-
 def agentjet_page() -> str:
-    """The page with its written part as it is, and the tables after it."""
-    written = AGENTJET_PAGE.read_text().partition(AGENTJET_HEAD.splitlines()[0])[0]
-    parts = [written + AGENTJET_HEAD]
-    for title, table in (
-        ("Used", agentjet_keys.COPIED | agentjet_keys.MADE),
-        ("Refused", agentjet_keys.REFUSED),
-        ("Without effect", agentjet_keys.UNUSED | agentjet_keys.OUTSIDE),
-    ):
-        parts += [f"### {title}", "", *_keys_of_agentjet(table, is_refused=title == "Refused"), ""]
-    return "\n".join(parts)
-
-
-def _keys_of_agentjet(table: Mapping[str, sage.Option], *, is_refused: bool) -> Iterator[str]:
-    yield "| value | instead | because |" if is_refused else "| key | default there | here | |"
-    yield "|---|---|---|" if is_refused else "|---|---|---|---|"
-    for row, option in table.items():
-        names = sage.names_in(row)
-        defaults = option.default if isinstance(option.default, tuple) else (option.default,) * len(names)
-        for name, default in zip(names, defaults, strict=True):
-            if is_refused:
-                yield f"| `{name}` | {_cell(option.use)} | {_cell(option.why)} |"
-                continue
-            there = "–" if default is None else f"`{json.dumps(default)}`"
-            use = ", ".join(f"`{key}`" for key in option.use.split(", ") if key)
-            only = f"{', '.join(f'`{json.dumps(each)}`' for each in option.only)} only" if option.only else "–"
-            yield f"| `{name}` | {there} | {use or only} | {_cell(option.why)} |"
-
-
-def _options_of_sage(table: Mapping[str, sage.Option]) -> Iterator[str]:
-    yield "| option | default there | Flywheel | default here | reason |"
-    yield "|---|---|---|---|---|"
-    for names, option in table.items():
-        keys = [key.strip() for key in option.use.split(",")] if option.use else []
-        here = ", ".join(f"`{_plain(default_of(key))}`" for key in keys if key != "sources")
-        named, use = (", ".join(f"`{name}`" for name in some) for some in (sage.names_in(names), keys))
-        yield f"| {named} | {_plain(option.default)} | {use or '–'} | {here or '–'} | {_cell(option.why) or '–'} |"
+    """The page with its written part as it is, and the tables and AgentJet's defaults after it."""
+    defaults = ["### Defaults", "", "Workflows and judges read these, where the file does not set them.", ""]
+    return _page_of(AGENTJET_PAGE, AGENTJET_HEAD, AGENTJET, [*defaults, "```", DEFAULTS.strip(), "```", ""])
 
 
 def tuner_page() -> str:
     """The page with its written part as it is, and the tables after it."""
-    parts = [TUNER_PAGE.read_text().partition(TUNER_HEAD.splitlines()[0])[0] + TUNER_HEAD]
-    for title, table in (
-        ("Arguments of `tune`", trinity.ARGUMENTS),
-        ("`TunerModelConfig`", trinity.MODEL),
-        ("`AlgorithmConfig`", trinity.ALGORITHM),
-        ("`DatasetConfig`", trinity.DATASET),
-        ("A configuration of Trinity-RFT", trinity.TRINITY),
-    ):
-        parts += [f"### {title}", "", "| key | default there | here | |", "|---|---|---|---|"]
-        for key, option in table.items():
-            only = " or ".join(f"`{_plain(each)}`" for each in option.only if each is not None)
-            here = (
-                f"`{option.use}`" if option.use else f"refused, but for {only or 'no value'}" if option.only else ""
-            )
-            default = f"`{_plain(option.default)}`" if option.default not in ("", "–", None) else "–"
-            parts.append(f"| `{key}` | {default} | {here or 'without effect'} | {_cell(option.why)} |")
-        parts.append("")
-    return "\n".join(parts)
+    return _page_of(TUNER_PAGE, TUNER_HEAD, TRINITY, [])
 
 
-def default_of(key: str) -> Any:
-    """The default of one of Flywheel's keys. Raises KeyError for one that does not exist."""
-    model: Any = Config
-    for name in key.split("."):
-        value = model.model_fields[name].get_default(call_default_factory=True)
-        model = type(value)
-    return value
+def _page_of(page: Path, head: str, table: Table, rest: list[str]) -> str:
+    def rows(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for what, each in groupby(by_name.items(), itemgetter(1)):
+            yield ", ".join(f"`{name.replace('=', ': ')}`" for name, _ in each), what
 
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Path):
-        # Files that ship with the package are elsewhere on every machine.
-        return value.name
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    parts = [page.read_text().partition(head.splitlines()[0])[0] + head]
+    parts += ["### Used", "", "Of several keys in a row, the last that a file sets counts.", ""]
+    parts += ["| key | here |", "|---|---|"]
+    parts += [f"| {names} | `{ours}` |" for names, ours in rows(table.uses)]
+    parts += ["", "### Refused", "", "| value | because | instead |", "|---|---|---|"]
+    parts += [f"| {names} | {_cell(why)} | {_cell(hint)} |" for names, (hint, why) in rows(table.refused)]
+    for names, (possible, why) in rows(table.only):
+        choices = " or ".join(f"`{str(each).lower()}`" for each in possible)
+        parts.append(f"| {names}, another value | {_cell(why)} | {choices or '–'} |")
+    parts += [
+        "",
+        "### Without effect",
+        "",
+        "A key stands for those below it, too.",
+        "",
+        "| key | because |",
+        "|---|---|",
+    ]
+    parts += [f"| {names} | {_cell(why)} |" for names, why in rows(table.reasons)]
+    return "\n".join([*parts, "", *rest])
 
 
 def _docstrings(module: ModuleType, class_name: str = "") -> dict[str, str]:
@@ -324,7 +260,6 @@ if __name__ == "__main__":
     configuration_page.write()
     CLI_PAGE.write_text(cli_page())
     STATE_PAGE.write_text(state_page())
-    SAGE_PAGE.write_text(sage_page())
     AGENTJET_PAGE.write_text(agentjet_page())
     TUNER_PAGE.write_text(tuner_page())
     OTLP_PAGE.write_text(otlp_page())

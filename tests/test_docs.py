@@ -35,13 +35,11 @@ from scripts.reference_pages import (
     AGENTJET_PAGE,
     CLI_PAGE,
     OTLP_PAGE,
-    SAGE_PAGE,
     STATE_PAGE,
     TUNER_PAGE,
     agentjet_page,
     cli_page,
     otlp_page,
-    sage_page,
     state_page,
     tuner_page,
 )
@@ -57,7 +55,6 @@ def test_the_configuration_page_is_the_settings() -> None:
 def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() -> None:
     assert CLI_PAGE.read_text() == cli_page(), "run: python -m scripts.reference_pages"
     assert STATE_PAGE.read_text() == state_page(), "run: python -m scripts.reference_pages"
-    assert SAGE_PAGE.read_text() == sage_page(), "run: python -m scripts.reference_pages"
     assert AGENTJET_PAGE.read_text() == agentjet_page(), "run: python -m scripts.reference_pages"
     assert TUNER_PAGE.read_text() == tuner_page(), "run: python -m scripts.reference_pages"
     assert OTLP_PAGE.read_text() == otlp_page(), "run: python -m scripts.reference_pages"

@@ -19,7 +19,6 @@ from flywheel.system.terminal import escape_terminal, moment
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from flywheel.config.agentjet import ProjectRoot
     from flywheel.config.file import Config
     from flywheel.system.yaml_file import YamlDocument
 
@@ -91,7 +90,7 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 def _trinitys(path: Path) -> list[dict[str, Any]] | None:
     """What each key of a Trinity file means for `flywheel.tune`; None for another file. Raises ConfigError."""
     from flywheel.config.interpolation import values_of
-    from flywheel.config.trinity import found_in, is_trinitys
+    from flywheel.config.trinity import is_trinitys, rows_of
     from flywheel.system.yaml_file import read_yaml
 
     attempted = f"read configuration {path}"
@@ -100,11 +99,11 @@ def _trinitys(path: Path) -> list[dict[str, Any]] | None:
         return None
     return [
         {
-            "key": each.path,
-            "value": REDACTED if _SECRET_KEY.search(each.path) else _masked(each.value),
+            "key": each.place,
+            "value": REDACTED if _SECRET_KEY.search(each.place) else _masked(each.value),
             "here": each.meaning,
         }
-        for each in found_in(values_of(document, attempted))
+        for each in rows_of(values_of(document, attempted))[0]
     ]
 
 
@@ -133,15 +132,12 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     document = None if path is None else read_yaml(path, f"read configuration {path}", "Name a YAML file.")
     file = "" if path is None else short_path(str(path.absolute()))
     effective = _effective(config)
-    translated = {}
-    if document is not None and isinstance(document.value, Mapping) and config.project is not None:
-        translated = _translated(config.project, file, document, document.value)
     for each in _walked(config, (), file, document):
         value, origin = each.value, each.origin
         if config.is_given(each.key):
             origin = "--set"
-        elif origin != DEFAULT:
-            origin = translated.get(each.key, translated.get(re.sub(r"\.\d+", "", each.key), origin))
+        elif origin != DEFAULT and document is not None:
+            origin = _origin(config, each, file, document)
         if value is None and each.key in effective:
             value, origin = effective[each.key]
         if each.key.endswith("_env") and value is not None:
@@ -153,17 +149,18 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
         yield Setting(each.key, _masked(value), origin)
 
 
-def _translated(project: ProjectRoot, file: str, document: YamlDocument, raw: Mapping[str, Any]) -> dict[str, str]:
-    """The origins of keys that have other names in AgentJet's file, or its defaults: the line, and where a relative
-    path starts."""
-    from flywheel.config.agentjet import origins_in
-    from flywheel.config.file import Config
-
-    origins = {}
-    for key, place, is_path in origins_in(raw, Config.model_fields.keys()):
-        line = f"{file}:{document.position(place.split('.'), key=True).line}" if place else "AgentJet's default"
-        origins[key] = f"{line}; relative to {project}" if is_path else line
-    return origins
+def _origin(config: Config, setting: Setting, file: str, document: YamlDocument) -> str:
+    """The line of a key that has another name in AgentJet's file, and where a relative path starts."""
+    row = config.origins.get(setting.key, config.origins.get(re.sub(r"\.\d+", "", setting.key)))
+    if row is None:
+        return setting.origin
+    if not row.place:
+        return "AgentJet's default"
+    line = f"{file}:{document.position(row.place.split('.'), key=True).line}"
+    if (root := config.project) is None or not isinstance(row.made, str) or Path(row.made).is_absolute():
+        return line
+    is_relative = os.path.normpath(root.folder / row.made) == os.path.normpath(str(setting.value))
+    return f"{line}; relative to {root}" if is_relative else line
 
 
 def _effective(config: Config) -> dict[str, tuple[Any, str]]:

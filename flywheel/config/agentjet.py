@@ -1,37 +1,33 @@
-"""Configurations of AgentJet or ASTuner, translated to Flywheel's keys.
+"""Configurations of AgentJet or ASTuner: what becomes of each key, and where their relative paths start.
 
 The section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's database, the
 task file, the judge's model and its parameters. Below the root are the trained model, rollouts with the workflow that
-runs in them, and the class that rewards it. `flywheel.config.agentjet_keys` lists what becomes of each key. Relative
-paths start at one folder, as in AgentJet, which runs in the folder that has the workflow's package.
+runs in them, and the class that rewards it. Names are relative to the root. Relative paths start at one folder, as in
+AgentJet, which runs in the folder that has the workflow's package. `flywheel docs agentjet` has the table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import json
-import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
-from flywheel.config.sage import READ, ROOTS, by_name, names_in
-from flywheel.config.section import GivenSetting, has, leaves, merged, put
-from flywheel.config.training import TRACKER_PACKAGES
-from flywheel.errors import ConfigError
-from flywheel.system.files import tidied
-from flywheel.system.process import gpus_of_machine
-from flywheel.system.terminal import quantity
+import yaml
 
-log = logging.getLogger(__name__)
+from flywheel.config.foreign import Row, Table, Without, fit_engines
+from flywheel.config.sage import ESTIMATOR, ROOTS
+from flywheel.config.section import GivenSetting, has, merged, value_at
+from flywheel.config.training import TRACKER_PACKAGES
+from flywheel.system.files import tidied
 
 SECTION: Final = "feedback_tracing"
+TRACED: Final = f"task_reader.{SECTION}"
 MARKERS: Final = frozenset((*ROOTS, SECTION))
 """Root keys that identify such a configuration."""
 TRACING: Final = "tracing"
@@ -39,35 +35,413 @@ HUB: Final = "huggingface_dat_repo"
 """The type of `task_reader` that reads a data set of the Hub, or a folder."""
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
-LOOPS: Final = "nonsense"
-"""The check in `compute_madness_checklist` that finds loops."""
-WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
-"""The names that the workflow's key has had, the present one first."""
+KINDS: Final = (*LINES, HUB)
+MODEL: Final = "qwen3-235b-a22b-instruct-2507"
 DASHSCOPE: Final = "https://dashscope.aliyuncs.com/compatible-mode/v1"
 DASHSCOPE_KEYS: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
 DASHSCOPE_JUDGE: Final = {
-    "model": MODEL,
-    "base_url": DASHSCOPE,
-    "api_key_env": DASHSCOPE_KEYS[0],
-    "backup": {"api_key_env": DASHSCOPE_KEYS[1]},
+    "judge.model": MODEL,
+    "judge.base_url": DASHSCOPE,
+    "judge.api_key_env": DASHSCOPE_KEYS[0],
+    "judge.backup.api_key_env": DASHSCOPE_KEYS[1],
 }
 """AgentJet's judge, for a file without the address of another."""
-ASSUMED: Final[dict[str, tuple[Any, str]]] = {
+ASSUMED: Final = {
     "sources.models.include": (["*"], "replies of every model count"),
     "training.inexact_prompts": ("use", "tasks without an exact prompt are used"),
     "rollout.tools.uncalled": ("use", "tasks whose tools were not called are used"),
 }
 """Keys whose default of Flywheel's would leave out tasks that AgentJet uses: the value of a file that sets none, and
 what it means."""
-PATHS: Final = frozenset({"sources.path", "ingest.output", "rollout.agent.workflow", "rollout.reward_function"})
-"""Flywheel's keys that such a file sets to paths."""
-HUB_NAMES: Final = ("model.base", "sources.dataset.path")
-"""Keys that it sets to paths or names of the Hub."""
-USED: Final = by_name({**COPIED, **MADE, **READ})
-_REFUSED: Final = by_name(REFUSED)
-_BELOW: Final = by_name(COPIED | MADE | UNUSED)
-_ROWS: Final = by_name(OUTSIDE) | _BELOW
-_SECTION_KEYS: Final = [name.rpartition(".")[2] for name in USED if name.startswith(f"task_reader.{SECTION}.")]
+FILES: Final = " ".join(
+    f"task_reader.{kind}.{name}" for kind in LINES for name in ("path", "file_path", "training.file_path")
+)
+WORKFLOW: Final = "rollout.agentscope_learn_protocol rollout.agentscope_workflow rollout.user_workflow"
+"""The names that the workflow's key has had, the present one last."""
+OPTIONAL: Final = {
+    *f"{WORKFLOW} {FILES} task_judge.judge_protocol {TRACED}.filters".split(),
+    *f"model.path {TRACED}.base_url task_reader.{HUB}.dataset_path".split(),
+}
+"""Keys whose empty value is none."""
+CHECKS: Final = "rollout.compute_madness_checklist"
+LOOPS: Final = "nonsense"
+"""The check that finds loops."""
+LOGGER: Final = "trainer_common.logger"
+USED: Final[Mapping[str, str]] = {
+    "task_reader.type": "sources.type",
+    f"{TRACED}.base_url {FILES}": "sources.path",
+    f"task_reader.{HUB}.dataset_path": "sources.dataset.path",
+    f"task_reader.{HUB}.training_split": "sources.0.dataset.split",
+    f"task_reader.{HUB}.validation_split": "sources.1.dataset.split",
+    f"{TRACED}.train_output_path": "ingest.output",
+    f"{TRACED}.train_ratio": "ingest.train_ratio",
+    f"{TRACED}.split_seed": "ingest.split_seed",
+    f"{TRACED}.filters": "filter.chain",
+    f"task_judge.alien_llm_model {TRACED}.alien_llm_model": "judge.model",
+    f"task_judge.alien_llm_response_length {TRACED}.alien_llm_response_length": "judge.max_tokens",
+    "model.path": "model.base",
+    "rollout.num_repeat": "training.group_size",
+    "data.train_batch_size": "training.prompts_per_step",
+    "debug.debug_first_n_tasks": "training.debug_prompts",
+    "trainer_common.optim.lr": "training.learning_rate",
+    "trainer_common.use_kl_loss trainer_common.kl_loss_coef": "training.beta",
+    "trainer_common.save_freq": "training.save_steps",
+    LOGGER: "tracking.report_to",
+    "rollout.temperature": "rollout.temperature",
+    "rollout.n_vllm_engine": "rollout.engines",
+    "rollout.tensor_model_parallel_size": "rollout.tensor_parallel",
+    "rollout.max_model_len": "rollout.max_model_len",
+    "rollout.max_response_length_in_one_turn": "rollout.max_turn_tokens",
+    "rollout.multi_turn.max_steps": "rollout.max_turns",
+    f"{CHECKS} rollout.agent_madness_reward": "rollout.loop_reward",
+    WORKFLOW: "rollout.agent.workflow",
+    "task_judge.judge_protocol": "rollout.reward_function",
+}  # fmt: skip
+REFUSED: Final[Mapping[str, tuple[str, str]]] = {
+    "backbone=verl backbone=trinity": (
+        "Use `flywheel export --format agentjet`, which writes the tasks for a training there.",
+        "rounds train with Flywheel's own trainer",
+    ),
+    "task_reader.type=env_service": (
+        "Use `task_reader.type: jsonl_dataset_file`, a task per line; the workflow may ask the environment.",
+        "its tasks are in an environment's server, which Flywheel does not run",
+    ),
+    "task_reader.type=data_generation task_reader.type=random_dummy": (
+        "Use `flywheel tasks from-documents`, or `task_reader.type: jsonl_dataset_file` with JSON lines.",
+        "tasks are generated by a command, before a round, and a person releases them",
+    ),
+    "task_judge.judge_type=rubrics_auto_grader": (
+        "Use a rubric (`filter.rubric`, with `rollout.reward: {rubric: 1}`), or `judge_type: customized_protocol`.",
+        "its rubrics are made and graded by a library of AgentJet's",
+    ),
+}
+UNUSED: Final[Mapping[str, str]] = {
+    "project_name experiment_name experiment_dir trainer_common.checkpoint_base_dir "
+    "trainer_common.save_trajectory_as_json_file": "rounds have numbers, and `state.dir` has their files",
+    "backbone": "`flywheel round --debug` makes rollouts without training",
+    "data": "prompt and rollout have one limit together, `rollout.max_model_len`",
+    "rollout.force_disable_toolcalls rollout.agentscope_disable_toolcalls":
+        "a workflow has the tools that it gives its agent",
+    "rollout.max_env_worker debug.debug_max_parallel":
+        "`rollout.workers` has the number of processes that run workflows",
+    "rollout.gamma rollout.multi_turn rollout.multi_turn.expected_steps":
+        "all turns of a rollout have its reward, and are trained on",
+    "rollout.agent_madness_termination": "a message that loops ends at its limit of tokens",
+    "rollout.name rollout.top_p rollout.max_num_seqs":
+        "rollouts always run on vLLM, with its own defaults, and are sampled from the policy itself",
+    "rollout.val_kwargs": "the gate samples as the server does; see `gate.temperature`, `gate.samples`",
+    "task_reader.jsonl.validation task_reader.jsonl_dataset_file.validation "
+    "task_reader.dataset_file.validation":
+        "held-out tasks are chosen from the file of tasks; see `ingest.train_ratio`",
+    "task_reader.env_service task_reader.data_generation": "that `task_reader.type` is refused",
+    "task_judge.rubrics_auto_grader": "that `judge_type` is refused",
+    "context_tracker":
+        "`flywheel rollouts` shows the turns of a rollout, and the tokens that the engine sampled are trained on",
+    "debug": "a debug round starts its engines as other rounds do; see `training.seed`",
+    "trainer_common.val_before_train trainer_common.val_pass_n trainer_common.test_freq":
+        "a round writes its adapter at its end, and the gate decides whether it is used",
+    "trainer_common.total_epochs trainer_common.total_training_steps":
+        "`training.steps` is the length of a round, and rounds follow as long as tasks come",
+    "trainer_common.nnodes trainer_common.n_gpus_per_node":
+        "a round uses the GPUs of this machine, or of the cluster in `ray.address`",
+    "trainer_common trainer_common.kl_loss_type trainer_common.mini_batch_num":
+        "TRL trains an adapter, its KL term is always the same, and a step has one batch",
+    "enable_experimental_interchange_server interchange_server":
+        "each rollout has an OpenAI API of its own in any case",
+    "task_runner": "workflows run in processes of their own, at most `rollout.agent_timeout_seconds`",
+    "execute_test execute_testing_lambda": "it is for AgentJet's own tests",
+    "hydra defaults": "what a file does not set has Flywheel's default, not AgentJet's",
+    "trainer trinity actor_rollout_ref": "it sets the other trainer directly; the keys of AgentJet are read",
+}  # fmt: skip
+DEFAULTS: Final = """
+model: {path: null}
+rollout: {
+  num_repeat: 4, temperature: 0.9, n_vllm_engine: 1, tensor_model_parallel_size: 1, max_model_len: 18000,
+  max_response_length_in_one_turn: 4096, multi_turn: {max_steps: 30, max_sample_per_task: 30, expected_steps: 1},
+  user_workflow: null, agentscope_workflow: null, agentscope_learn_protocol: null,
+  compute_madness_checklist: [nonsense], agent_madness_reward: -1.0, force_disable_toolcalls: false,
+  agentscope_disable_toolcalls: false, max_env_worker: 64, gamma: 1.0, agent_madness_termination: true,
+  max_num_seqs: 10, name: vllm, top_p: 1.0, val_kwargs: {temperature: 0.0, top_k: -1, top_p: 1.0, do_sample: false,
+  num_repeat: 1}}
+data: {train_batch_size: 32, max_prompt_length: 3000, max_response_length: 15000}
+trainer_common: {
+  optim: {lr: 1.0e-6}, use_kl_loss: true, kl_loss_coef: 0.002, save_freq: 20, logger: swanlab,
+  algorithm: {adv_estimator: grpo, use_kl_in_reward: false}, val_before_train: false, val_pass_n: 4, test_freq: 20,
+  total_epochs: 50, total_training_steps: null, nnodes: 1, n_gpus_per_node: 8, mini_batch_num: 1,
+  fsdp_config: {param_offload: true, optimizer_offload: true}, kl_loss_type: low_var_kl,
+  ulysses_sequence_parallel_size: 1, checkpoint_base_dir: ./saved_checkpoints, save_trajectory_as_json_file: false}
+debug: {
+  debug_first_n_tasks: 2, debug_max_parallel: 4, debug_vllm_port: 18000, debug_vllm_seed: 12345,
+  debug_tensor_parallel_size: 4}
+task_judge: {
+  alien_llm_model: qwen3-235b-a22b-instruct-2507, alien_llm_response_length: 512, judge_type: customized_protocol,
+  judge_protocol: null, rubrics_auto_grader: {model_name: qwen-max, grader_mode: pointwise, language: en,
+  query_specific_generate_number: 1, enable_categorization: false, categories_number: 5, grader_name: auto_grader,
+  query_field: main_query, answer_field: final_answer, reference_field: answer, custom_evaluation_prompt: null,
+  input_data_type: jsonl_dataset_file, jsonl_dataset_file: null, min_score: 0, max_score: 1}}
+task_reader: {
+  feedback_tracing: {base_url: null, train_output_path: null, alien_llm_model: null, alien_llm_response_length: null,
+  train_ratio: 0.7, split_seed: 42, filters: null}, type: huggingface_dat_repo,
+  huggingface_dat_repo: {dataset_path: gsm8k, training_split: train, validation_split: validation},
+  jsonl_dataset_file: {training: {file_path: null}, validation: {file_path: null}},
+  dataset_file: {training: {file_path: null}, validation: {file_path: null}}, jsonl: {training: {file_path: null},
+  validation: {file_path: null}}, env_service: {env_type: appworld, env_url: "http://127.0.0.1:8080",
+  env_action_preference: code, training_split: train, validation_split: dev}, data_generation: {document_reader: null,
+  query_reader: null, task_num: 10, llm_model: qwen-long, llm_response_length: 8192, num_workers: 32,
+  sampling_params: null, deduplication_filter: null}}
+project_name: ajet_default_project
+experiment_name: read_yaml_name
+experiment_dir: auto
+backbone: debug
+context_tracker: {
+  timeline_merging_policy: {timeline_compare_level: text, ignore_tools: true}, fix_retokenization_drift: true,
+  log_tool_format_check: false, log_tool_format_error_detail: false, detect_timeline_snap: false,
+  context_tracker_type: linear, max_env_len: 4096, alien_llm_model: qwen3-235b-a22b-instruct-2507,
+  alien_llm_response_length: 512}
+enable_experimental_interchange_server: false
+interchange_server: {
+  interchange_method: ipc, interchange_server_port: auto, num_fastapi_process: 2, max_fastapi_threads: 128,
+  max_inference_tracker_threads: 64}
+task_runner: {llm_infer_submit_method: async, wrapper_type: asyncio-with-gc, wrapper_multiprocessing_timeout: 3600}
+execute_test: false
+execute_testing_lambda: ""
+"""
+"""AgentJet's documented settings, which workflows and judges read."""
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _beta(values: Mapping[str, Any]) -> Any:
+    is_used = values.get("trainer_common.use_kl_loss", True)
+    return values.get("trainer_common.kl_loss_coef", 0.002) if is_used else 0
+
+
+def _loop_reward(values: Mapping[str, Any]) -> Any:
+    """What a rollout gets whose message loops."""
+    return values.get("rollout.agent_madness_reward", -1.0) if LOOPS in _list(values.get(CHECKS, LOOPS)) else None
+
+
+def _save_steps(values: Mapping[str, Any]) -> Any:
+    every = values["trainer_common.save_freq"]
+    return every if isinstance(every, int) and every > 0 else Without("it is not above 0")
+
+
+def _trackers(values: Mapping[str, Any]) -> list[str]:
+    """Those that are installed: usual files name SwanLab, also those of people who do not have it."""
+    packages = {each: TRACKER_PACKAGES.get(each) for each in _list(values[LOGGER]) if isinstance(each, str)}
+    return [each for each, package in packages.items() if package and importlib.util.find_spec(package) is not None]
+
+
+AGENTJET: Final = Table(
+    "agentjet",
+    USED,
+    made={
+        "model.base": lambda values: _placed(values["model.path"]),
+        "rollout.loop_reward": _loop_reward,
+        "training.beta": _beta,
+        "training.save_steps": _save_steps,
+        "tracking.report_to": _trackers,
+    },
+    only={
+        "trainer_common.algorithm.use_kl_in_reward": ((False,), "the KL term is part of the loss: `training.beta`"),
+        "task_judge.judge_type": (("customized_protocol",), "a class of `task_judge.judge_protocol` judges"),
+    },
+    refused=REFUSED,
+    unused=UNUSED,
+    closed=(f"{TRACED}.",),
+)
+
+
+def rows_of(raw: Mapping[str, Any], sections: Collection[str], file: Path | None) -> list[Row]:
+    """The rows of a configuration in a `file`. `sections` are Flywheel's own, which may also be present and take
+    precedence."""
+    own, kind, rows = {key: raw[key] for key in raw if key in sections}, _kind(raw), list[Row]()
+    if not value_at(own, "judge.base_url"):
+        rows = [Row("", None, "taken over", key, value) for key, value in DASHSCOPE_JUDGE.items()]
+    found = list[tuple[str, str, Any]]()
+    for place, key, value in _keys_in(raw, sections):
+        reader = key.split(".")[1] if key.startswith("task_reader.") else ""
+        if value is None or key == ESTIMATOR or (key in OPTIONAL and not value):
+            continue
+        if (reader in KINDS and reader != kind) or (key == f"{TRACED}.base_url" and kind != TRACING):
+            rows.append(Row(place, value, "without effect", why=f"`task_reader.type` is {kind}"))
+        elif key != f"{TRACED}.filters":
+            found.append((place, key, value))
+        elif file is not None:
+            found.append((place, key, str(file)))
+        if key in (CHECKS, LOGGER):
+            used = [LOOPS] if key == CHECKS else ["console", *_trackers({LOGGER: value})]
+            why = "only loops are looked for" if key == CHECKS else "it is no installed tracker"
+            left = (each for each in _list(value) if each not in used)
+            rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
+    rows += AGENTJET.rows(found)
+    made = {row.use: row for row in rows}
+    return [*rows, *_program(raw, own, made, sections), *_missing(raw, own, made)]
+
+
+def _keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, Any]]:
+    """The keys of a configuration that are not Flywheel's own: each with its path in the file, its path below the
+    root (or beside it), and its value."""
+    beside = {key: value for key, value in raw.items() if key not in (*sections, *MARKERS)}
+    yield from ((key, key, value) for key, value in AGENTJET.leaves(beside))
+    place, root = section_in(raw)[0], _root(raw)
+    for key, value in AGENTJET.leaves(_settings(raw)):
+        yield place + key.removeprefix(TRACED) if key.startswith(f"{TRACED}.") else f"{root}.{key}", key, value
+
+
+def _program(
+    raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row], sections: Collection[str]
+) -> Iterator[Row]:
+    """The settings that a workflow reads, and the reward, which is its own or its judge's alone; without a workflow,
+    a judge is refused."""
+    workflow, judge = (made.get(f"rollout.{key}") for key in ("agent.workflow", "reward_function"))
+    if workflow is not None:
+        # Whatever the name of the root in the file. What else stands in it, workflows read, too.
+        config = {ROOTS[0] if key == _root(raw) else key: raw[key] for key in raw if key not in sections}
+        yield workflow._replace(outcome="replaced by", use="rollout.agent.config", made=config)
+    elif judge is not None and not isinstance(value_at(own, "rollout.agent"), Mapping):
+        why = f"`{judge.place}` judges a workflow's answers, and there is no workflow"
+        hint = f"Add `{_root(raw)}.rollout.user_workflow`, or remove it: `filter.rubric` judges other answers."
+        yield judge._replace(outcome="refused", use="", why=why, hint=hint)
+    if (of := workflow or judge) is not None:
+        yield of._replace(outcome="replaced by", use="rollout.reward.rubric", made=0)
+        yield of._replace(outcome="replaced by", use="rollout.reward.workflow", made=1)
+
+
+def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
+    """Refused rows for values that a file needs."""
+    (place, traced), reader, kind = section_in(raw), f"{_root(raw)}.task_reader", _kind(raw)
+    if kind not in (TRACING, *KINDS) and f"task_reader.type={kind}" not in AGENTJET.refused:
+        why = f"`{reader}.type` is {kind}, which Flywheel does not take"
+        yield Row(f"{reader}.type", kind, "refused", why=why, hint=f"It reads {', '.join((TRACING, *KINDS))}.")
+    model = own.get("model") or {"base": "model.base" in made}
+    for is_missing, key, what in (
+        (kind == TRACING and not isinstance(traced, Mapping), place, "where the traces are"),
+        (kind in LINES and "sources.path" not in made, f"{reader}.{kind}.training.file_path", "where the tasks are"),
+        (kind == HUB and "sources.dataset.path" not in made, f"{reader}.{HUB}.dataset_path", "where the tasks are"),
+        (
+            isinstance(model, Mapping) and not model.get("base", "model.base" in made),
+            f"{_root(raw)}.model.path" if _root(raw) else "model.base",
+            "which model is trained",
+        ),
+    ):
+        if is_missing:
+            yield Row(key, None, "refused", why=f"`{key}` is missing: nothing says {what}", hint="Add it.")
+
+
+def settings_of(
+    raw: Mapping[str, Any], made: dict[str, Any], rows: Sequence[Row], sections: Collection[str], name: str
+) -> tuple[dict[str, Any], list[Row]]:
+    """All settings of such a file: those `made` of its rows, its own, and what AgentJet assumes, with its rows."""
+    own = {key: raw[key] for key in raw if key in sections and raw[key] is not None}
+    made["sources"] = _sources(_kind(raw), _settings(raw), made.pop("sources", {}).get("path"))
+    if not value_at(own, "ray.address"):
+        fit_engines(made.setdefault("rollout", {}), rows, name)
+    settings, assumed = merged(made, own), list[Row]()
+    count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
+    for key, (value, why) in ASSUMED.items():
+        for path in [f"sources.{n}.models.include" for n in range(count)] if key.startswith("sources.") else [key]:
+            if _lacks(settings, path):
+                settings = GivenSetting(path, value).put_into(settings)
+                assumed.append(Row("", None, "taken over", path, value, why))
+    return settings, assumed
+
+
+def _sources(kind: Any, settings: Mapping[str, Any], path: Any) -> list[dict[str, Any]]:
+    """The sources of `task_reader`; `path` is that of traces or of a file of tasks."""
+    if kind != HUB:
+        return [({"path": path} if path else {}) | ({"type": "jsonl"} if kind in LINES else {})]
+    hub = settings["task_reader"][HUB]
+    splits = {"train": hub.get("training_split", "train"), "held-out": hub.get("validation_split", "validation")}
+    return [
+        {"type": "jsonl", "dataset": {"path": _placed(hub["dataset_path"]), "split": name}, "split": split}
+        for split, name in splits.items()
+        if name is not None
+    ]
+
+
+def _lacks(settings: Any, path: str) -> bool:
+    """Whether nested settings have no value at a path, and could have one."""
+    for part in path.split("."):
+        if isinstance(settings, list):
+            settings = settings[int(part)]
+        elif not isinstance(settings, Mapping) or part not in settings:
+            return isinstance(settings, Mapping)
+        else:
+            settings = settings[part]
+    return False
+
+
+def assumptions(rows: Iterable[Row]) -> list[str]:
+    """What a file means where it sets nothing, each once."""
+    said = (
+        f"{row.why} ({re.sub(r'[.][0-9]+', '[]', row.use)}: {row.made})" for row in rows if row.why and not row.place
+    )
+    return [*dict.fromkeys(said)]
+
+
+def section_in(raw: Mapping[str, Any]) -> tuple[str, Any]:
+    """The path and content of `feedback_tracing`."""
+    root = _root(raw)
+    places = [SECTION, *(f"{root}.{name}" for name in (TRACED, SECTION) if root)]
+    place = next((each for each in places if has(raw, each)), places[-1])
+    return place, value_at(raw, place)
+
+
+def _root(raw: Mapping[str, Any]) -> str:
+    """The root's key; empty for a bare `feedback_tracing`."""
+    return next((root for root in ROOTS if isinstance(raw.get(root), Mapping)), "")
+
+
+def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What is below the root, with `feedback_tracing` in `task_reader` wherever it stands."""
+    below = {key: value for key, value in _mapping(raw.get(_root(raw))).items() if key != SECTION}
+    if (traced := section_in(raw)[1]) is not None:
+        below["task_reader"] = {**_mapping(below.get("task_reader")), SECTION: traced}
+    return below
+
+
+def _kind(raw: Mapping[str, Any]) -> Any:
+    kind = value_at(_settings(raw), "task_reader.type")
+    return TRACING if kind is None else kind
+
+
+def _placed(name: Any) -> Any:
+    """A name of the Hub or a path. One with more parts than a name of the Hub is a path, as in AgentJet."""
+    return f"./{name}" if isinstance(name, str) and name.count("/") > 1 and name[:1] not in "/~." else name
+
+
+def filters_in(raw: Any) -> Any:
+    """The filters of such a configuration as a chain, in their order and with AgentJet's embeddings; other values of
+    `raw` unchanged."""
+    if not isinstance(raw, Mapping) or MARKERS.isdisjoint(raw) or not isinstance(section_in(raw)[1], Mapping):
+        return raw
+    filters = section_in(raw)[1].get("filters") or []
+    made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
+    return {"version": 1, "id": "agentjet", "keep_order": True, "filters": made}
+
+
+def _with_embeddings(entry: Any) -> Any:
+    params = _mapping(_mapping(entry).get("params"))
+    url = params.get("base_url") or DASHSCOPE
+    if not params.get("model") or "dashscope" not in str(url) or entry.get("type") != "deduplication":
+        return entry
+    key, backup = DASHSCOPE_KEYS
+    return entry | {"params": {"api_key_env": key, "backup_api_key_env": backup, **params, "base_url": url}}
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What workflows and judges of AgentJet read: the settings of a file, whose root is `ajet`, over AgentJet's
+    documented defaults, as JSON has them (dates are texts)."""
+    defaults = {ROOTS[0]: yaml.safe_load(DEFAULTS)}
+    made: dict[str, Any] = json.loads(json.dumps(merged(defaults, config), default=str))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +455,13 @@ class ProjectRoot:
         return f"the project root {self.folder}, {self.why}"
 
 
-def project_root(raw: Mapping[str, Any], file: Path) -> ProjectRoot:
-    """The nearest folder at or above `file` with the package or file of the workflow or the judge; without one, the
-    working directory if the file is below it, else the file's folder."""
-    modules = [*_modules(raw)]
+def project_root(rows: Iterable[Row], settings: Mapping[str, Any], file: Path) -> ProjectRoot:
+    """The nearest folder at or above `file` with the package or file of the workflow or the judge, which its rows or
+    its settings name; without one, the working directory if the file is below it, else the file's folder."""
+    specs = ("rollout.agent.workflow", "rollout.reward_function")
+    modules = [
+        *_modules([*(row.made for row in rows if row.use in specs), *(value_at(settings, key) for key in specs)])
+    ]
     tops = [Path(module.parts[0]) for module in modules]
     folders = tidied(file).parents
     # An output of an earlier run may have the name of the package: a folder with the modules themselves is preferred.
@@ -101,12 +478,9 @@ def project_root(raw: Mapping[str, Any], file: Path) -> ProjectRoot:
     return ProjectRoot(folders[0], "the folder of the configuration")
 
 
-def _modules(raw: Mapping[str, Any]) -> Iterator[Path]:
-    """The relative paths of the modules of workflow and judge, without `.py`."""
-    settings, own = _settings(raw), _mapping(raw.get("rollout"))
-    judge = _mapping(settings.get("task_judge")).get("judge_protocol")
-    workflow = _mapping(own.get("agent")).get("workflow")
-    for name in (_workflow(settings), workflow, judge, own.get("reward_function")):
+def _modules(specs: Iterable[Any]) -> Iterator[Path]:
+    """The relative paths of modules, without `.py`."""
+    for name in specs:
         where = re.split("->|:", name)[0].strip() if isinstance(name, str) else ""
         path = Path(where) if where.endswith(".py") else Path(*where.split("."))
         if path.parts and not path.is_absolute() and path.parts[0][0] not in "~.":
@@ -115,379 +489,3 @@ def _modules(raw: Mapping[str, Any]) -> Iterator[Path]:
 
 def _has(folder: Path, module: Path) -> bool:
     return any(os.path.exists(folder / name) for name in (module, f"{module}.py"))  # noqa: PTH110 - False if denied
-
-
-def filters_in(raw: Any) -> Any:
-    """The filters of such a configuration as a chain, in their order and with AgentJet's embeddings; other values of
-    `raw` unchanged."""
-    located = section_in(raw)
-    if located is None or not isinstance(located[1], Mapping):
-        return raw
-    filters = located[1].get("filters") or []
-    made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
-    return {"version": 1, "id": "agentjet", "keep_order": True, "filters": made}
-
-
-def _with_embeddings(entry: Any) -> Any:
-    params = _mapping(_mapping(entry).get("params"))
-    url = params.get("base_url") or DASHSCOPE
-    if not params.get("model") or "dashscope" not in str(url) or entry.get("type") != "deduplication":
-        return entry
-    key, backup = DASHSCOPE_KEYS
-    return entry | {"params": {"api_key_env": key, "backup_api_key_env": backup, **params, "base_url": url}}
-
-
-def from_agentjet(
-    raw: Mapping[str, Any], sections: Collection[str], name: str, file: Path | None
-) -> Mapping[str, Any]:
-    """Such a configuration in Flywheel's keys; other configurations unchanged. Raises ConfigError.
-
-    `sections` are Flywheel's own sections, which may also be present and take precedence. Relative paths stay
-    relative; see `project_root`.
-    """
-    if (located := section_in(raw)) is None:
-        return raw
-    attempted, root = f"use configuration {name}", _root(raw)
-    # A line of the log for each key: the file is enough.
-    shown = str(file or name)
-    settings = _settings(raw)
-    reader = _mapping(settings.get("task_reader"))
-    kind = reader.get("type", TRACING)
-    section = _checked_section(*located, kind, attempted)
-    given = [each for each in keys_in(raw, sections) if each[2] is not None]
-    for place, key, value in given:
-        if (refused := _REFUSED.get(f"{key}: {value}")) is not None:
-            why = f"`{place}` is {value}, which Flywheel does not take: {refused.why}"
-            raise ConfigError(attempted, why, f"Use {refused.use}.")
-    made: dict[str, Any] = {}
-    for place, key, value in given:
-        if _is_of_other_reader(key, kind):
-            log.warning("%s: without effect: %s: `task_reader.type` is %s", shown, place, kind)
-        elif key in COPIED:
-            put(made, COPIED[key].use, value)
-        elif key not in USED:
-            log.warning("%s: without effect: %s: %s", shown, place, _why_unused(key))
-    path = made.pop("sources", {}).get("path")
-    made["sources"] = _sources_of(reader, kind, path, root, attempted)
-    own = {key: value for key, value in raw.items() if key in sections and value is not None}
-    # The root may have its earlier name. What else stands in the file, workflows read, too.
-    readable = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
-    if program := _program(settings, readable, _mapping(own.get("rollout")).get("agent"), root, attempted):
-        made = merged(made, {"rollout": program})
-    _loops(_mapping(settings.get("rollout")), made, f"{root}.rollout", shown)
-    _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", shown)
-    if file is not None and section.get("filters"):
-        put(made, "filter.chain", str(file))
-    if not _mapping(own.get("judge")).get("base_url"):
-        made["judge"] = DASHSCOPE_JUDGE | made.get("judge", {})
-    if "model" in made:
-        put(made, "model.base", _placed(made["model"]["base"]))
-    is_cluster = _mapping(own.get("ray")).get("address")
-    names = f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size"
-    fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, shown)
-    result = _with_assumptions(merged(made, own))
-    if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
-        key = f"{root}.model.path" if root else "model.base"
-        raise ConfigError(
-            attempted,
-            f"`{key}` is missing: nothing says which model is trained",
-            "Add it: `model: {base: MODEL}` at the root.",
-        )
-    return result
-
-
-def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Mapping[str, Any]:
-    """The content of `feedback_tracing`, which only traces need. Raises ConfigError."""
-    if kind in (*LINES, HUB) and section is None:
-        return {}
-    if not isinstance(section, Mapping) and kind == TRACING:
-        raise ConfigError(
-            attempted,
-            f"`{place}` is missing: nothing says where the traces are",
-            f"Add it, with a `base_url`, or a `task_reader.type`: {', '.join((*LINES, HUB))}.",
-        )
-    given = _mapping(section)
-    if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
-        close = difflib.get_close_matches(unknown[0], _SECTION_KEYS, n=1)
-        meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(_SECTION_KEYS)}"
-        raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
-    return given
-
-
-def _is_of_other_reader(key: str, kind: Any) -> bool:
-    """Whether a key says where another type of `task_reader` finds tasks."""
-    outer, _, rest = key.partition(".")
-    section = rest.partition(".")[0]
-    return outer == "task_reader" and (
-        section != kind if section in (*LINES, HUB) else kind != TRACING and rest == f"{SECTION}.base_url"
-    )
-
-
-def assumed_in(settings: Mapping[str, Any]) -> list[str]:
-    """The keys of `ASSUMED` that settings of Flywheel's lack; with the number of the source if there are sources."""
-    first, *others = ASSUMED
-    sources = settings.get("sources")
-    if isinstance(sources, list):
-        _, *path = first.split(".")
-        found = [f"sources.{n}.{'.'.join(path)}" for n, source in enumerate(sources) if _lacks(source, path)]
-    else:
-        found = [first] if sources is None else []
-    return found + [key for key in others if _lacks(settings, key.split("."))]
-
-
-def _with_assumptions(settings: dict[str, Any]) -> dict[str, Any]:
-    for key in assumed_in(settings):
-        settings = GivenSetting(key, ASSUMED[_without_number(key)][0]).put_into(settings)
-    return settings
-
-
-def assumptions(keys: Iterable[str], judge: str) -> str:
-    """What such a file means where it does not set these keys, or the address of the `judge`, which is empty where it
-    does; empty for none."""
-    said = [
-        f"{ASSUMED[key][1]} ({key.replace('sources.', 'sources[].')}: {ASSUMED[key][0]})"
-        for key in dict.fromkeys(map(_without_number, keys))
-    ]
-    if judge:
-        said.append(f"replies are sent to the judge {judge} (judge.base_url)")
-    return f"as in AgentJet, where the file sets nothing: {'; '.join(said)}" if said else ""
-
-
-def _without_number(key: str) -> str:
-    return re.sub(r"\.\d+", "", key)
-
-
-def _lacks(settings: Any, path: Iterable[str]) -> bool:
-    """Whether nested mappings have no value at a path, and could have one."""
-    for part in path:
-        if not isinstance(settings, Mapping):
-            return False
-        if part not in settings:
-            return True
-        settings = settings[part]
-    return False
-
-
-def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
-    """The keys of Flywheel that such a file sets by other names alone: each with its place in the file (empty: it is
-    AgentJet's default), and whether it is a relative path."""
-    for use, place, is_path in _origins_in(raw, sections):
-        if not has(raw, use.split(".")) and (use != "sources.path" or "sources" not in raw):
-            yield use, place, is_path
-
-
-def _origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
-    for key in assumed_in(raw):
-        yield key, "", False
-    for key, _ in leaves(DASHSCOPE_JUDGE, "judge"):
-        yield key, "", False
-    kind = _mapping(_settings(raw).get("task_reader")).get("type", TRACING)
-    for place, key, value in keys_in(raw, sections):
-        option = USED.get(key.removeprefix("rl_config."))
-        if option is not None and option.use and value is not None and not _is_of_other_reader(key, kind):
-            for use in option.use.split(", "):
-                is_path = use in PATHS or (use in HUB_NAMES and not _is_hub_name(value))
-                yield use, place, is_path and _is_relative(value)
-
-
-def _is_relative(value: Any) -> bool:
-    name = value.partition("->")[0] if isinstance(value, str) else ""
-    return name[:1] not in ("", "/", "~") and ("->" not in value or name.endswith(".py"))
-
-
-def keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, Any]]:
-    """The keys of such a configuration that are not Flywheel's own: those beside the root, then those below it in the
-    order of the tables. Each has its path in the file, its path below the root (or beside it), and its value."""
-    for key, value in raw.items():
-        if key not in (*sections, *MARKERS):
-            yield from ((place, place, inner) for place, inner in leaves(value, str(key), lists=False))
-    prefix, (place, _) = f"task_reader.{SECTION}", section_in(raw) or ("", None)
-    order = {key: number for number, key in enumerate(_BELOW)}
-    found = dict(leaves(_settings(raw), lists=False))
-    for key in sorted(found, key=lambda each: order.get(each, len(order))):
-        is_section = key.startswith(f"{prefix}.")
-        yield place + key.removeprefix(prefix) if is_section else f"{_root(raw)}.{key}", key, found[key]
-
-
-def section_in(raw: Any) -> tuple[str, Any] | None:
-    """The path and content of `feedback_tracing`; None for other configurations."""
-    if not isinstance(raw, Mapping):
-        return None
-    if SECTION in raw:
-        return SECTION, raw[SECTION]
-    if not (root := _root(raw)):
-        return None
-    reader = _mapping(raw[root].get("task_reader"))
-    if SECTION in reader:
-        return f"{root}.task_reader.{SECTION}", reader[SECTION]
-    return f"{root}.{SECTION}", raw[root].get(SECTION)
-
-
-def _root(raw: Mapping[str, Any]) -> str:
-    """The root's key; empty for a bare `feedback_tracing`."""
-    return next((root for root in ROOTS if isinstance(raw.get(root), Mapping)), "")
-
-
-def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What is below the root, with `feedback_tracing` in `task_reader` wherever it stands."""
-    below = {key: value for key, value in _mapping(raw.get(_root(raw))).items() if key != SECTION}
-    if (located := section_in(raw)) is not None and located[1] is not None:
-        below["task_reader"] = {**_mapping(below.get("task_reader")), SECTION: located[1]}
-    return below
-
-
-def _why_unused(key: str) -> str:
-    """The reason in the row of a key, or of a section around it."""
-    row = key
-    while row and row not in _ROWS:
-        row = row.rpartition(".")[0]
-    if row:
-        return _ROWS[row].why
-    close = difflib.get_close_matches(key, _BELOW, n=1, cutoff=0.8)
-    return f"AgentJet documents no such key{f'; did you mean `{close[0]}`?' if close else ''}"
-
-
-def _workflow(settings: Mapping[str, Any]) -> Any:
-    rollout = _mapping(settings.get("rollout"))
-    return next((rollout[key] for key in WORKFLOW_KEYS if rollout.get(key)), None)
-
-
-def _program(
-    settings: Mapping[str, Any], config: Mapping[str, Any], own: Any, root: str, attempted: str
-) -> dict[str, Any]:
-    """The settings of a workflow, which rewards itself or has a judge class for that; `config` is what both can read.
-    Raises ConfigError."""
-    workflow, judge = _workflow(settings), _mapping(settings.get("task_judge")).get("judge_protocol")
-    if not workflow and not (judge and isinstance(own, Mapping)):
-        if judge:
-            raise ConfigError(
-                attempted,
-                f"`{root}.task_judge.judge_protocol` judges a workflow's answers, and there is no workflow",
-                f"Add `{root}.rollout.user_workflow`, or remove the judge: `filter.rubric` judges other answers.",
-            )
-        return {}
-    return {
-        **({"agent": {"workflow": workflow, "config": config}} if workflow else {}),
-        "reward": {"rubric": 0, "workflow": 1},
-        **({"reward_function": judge} if judge else {}),
-    }
-
-
-def _loops(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:
-    """What a rollout gets whose message loops."""
-    keys = ("compute_madness_checklist", "agent_madness_reward")
-    if all(given.get(key) is None for key in keys):
-        return
-    checks, reward = (
-        value if (value := given.get(key)) is not None else USED[f"rollout.{key}"].default[at]
-        for at, key in enumerate(keys)
-    )
-    checks = checks if isinstance(checks, list) else [checks]
-    put(made, "rollout.loop_reward", reward if LOOPS in checks else None)
-    for each in checks:
-        if each != LOOPS:
-            why = "loops are looked for, and a workflow or a rubric may check the rest"
-            log.warning("%s: without effect: %s.%s %s: %s", name, place, keys[0], each, why)
-
-
-def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:
-    """The KL term, checkpoints, and where numbers of steps are sent."""
-    if isinstance(every := given.get("save_freq"), int) and every > 0:
-        put(made, "training.save_steps", every)
-    if {"use_kl_loss", "kl_loss_coef"} & {key for key, value in given.items() if value is not None}:
-        is_used, coefficient = USED["trainer_common.kl_loss_coef"].default
-        is_used = given.get("use_kl_loss", is_used)
-        put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
-    loggers = given.get("logger") or []
-    loggers = loggers if isinstance(loggers, list) else [loggers]
-    known = [each for each in loggers if isinstance(each, str) and each in TRACKER_PACKAGES]
-    # Usual files name SwanLab, also those of people who do not have it.
-    if trackers := [each for each in known if importlib.util.find_spec(TRACKER_PACKAGES[each]) is not None]:
-        put(made, "tracking.report_to", trackers)
-    for each in loggers:
-        if each not in (*trackers, "console"):
-            why = f"{TRACKER_PACKAGES[each]} is not installed, and " if each in known else ""
-            log.warning(
-                "%s: without effect: %s.logger %s: %s`metrics.jsonl` of each round has the numbers",
-                name, place, each, why,
-            )  # fmt: skip
-
-
-def _sources_of(reader: Mapping[str, Any], kind: Any, path: Any, root: str, attempted: str) -> list[dict[str, Any]]:
-    """The sources of `task_reader`; `path` is that of traces. Raises ConfigError."""
-    if kind == TRACING:
-        return [{"path": path} if path else {}]
-    section = _mapping(reader.get(kind)) if isinstance(kind, str) else {}
-    if kind in LINES:
-        place = f"{root}.task_reader.{kind}.training.file_path"
-        file = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
-        made = [{"type": "jsonl", "path": file}]
-    elif kind == HUB:
-        place, file = f"{root}.task_reader.{HUB}.dataset_path", _placed(section.get("dataset_path"))
-        names = section.get("training_split", "train"), section.get("validation_split", "validation")
-        made = [
-            {"type": "jsonl", "dataset": {"path": file, "split": name}, "split": split}
-            for name, split in zip(names, ("train", "held-out"), strict=True)
-            if name is not None
-        ]
-    else:
-        raise ConfigError(
-            attempted,
-            f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
-            f"It reads {', '.join((TRACING, *LINES, HUB))}. Write such tasks as JSON lines, or trace the agent.",
-        )
-    if not file:
-        raise ConfigError(attempted, f"`{place}` is missing: nothing says where the tasks are", "Add it.")
-    return made
-
-
-def _placed(name: Any) -> Any:
-    """A name of the Hub or a path. One with more parts than a name of the Hub is a path, as in AgentJet."""
-    return f"./{name}" if isinstance(name, str) and not _is_hub_name(name) and name[:1] not in "/~." else name
-
-
-def _is_hub_name(name: Any) -> bool:
-    return isinstance(name, str) and name.count("/") < 2 and name[:1] not in ("/", "~", ".")
-
-
-def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What workflows and judges of AgentJet read: the settings of a file, whose root is `ajet`, over AgentJet's
-    documented defaults, as JSON has them (dates are texts)."""
-    defaults: dict[str, Any] = {}
-    for names, option in (COPIED | MADE | UNUSED).items():
-        keys = names_in(names)
-        values = option.default if isinstance(option.default, tuple) else (option.default,) * len(keys)
-        for key, value in zip(keys, values, strict=True):
-            put(defaults, key, value)
-    made: dict[str, Any] = json.loads(json.dumps(merged({ROOTS[0]: defaults}, config), default=str))
-    return made
-
-
-def fit_engines(rollout: dict[str, Any], names: tuple[str, str], name: str) -> None:
-    """Make engines and GPUs per engine as few as the machine has GPUs for: the file `name`, which calls them `names`,
-    was written for another one."""
-    asked = rollout.get("engines", 1), rollout.get("tensor_parallel", 1)
-    fit = asked
-    if all(type(each) is int and each > 0 for each in asked) and asked != (1, 1):
-        fit = fitted(*asked, gpus := gpus_of_machine())
-    if fit != asked:
-        log.warning(
-            "%s: it asks for %s %d and %s %d; this machine has %s, and rounds use %d and %d",
-            name, names[0], asked[0], names[1], asked[1], quantity(gpus, "GPU"), *fit,
-        )  # fmt: skip
-    for key, value in zip(("engines", "tensor_parallel"), fit, strict=True):
-        rollout.pop(key, None)
-        if value != 1:
-            rollout[key] = value
-
-
-def fitted(engines: int, size: int, gpus: int) -> tuple[int, int]:
-    """Number of engines and of GPUs of each, at most those asked for, of a machine with so many GPUs: the largest
-    engines that fit beside the trainer, then as many as fit. The size stays a divisor of the one asked for, because
-    it must divide the model's heads."""
-    size = max(each for each in range(1, size + 1) if size % each == 0 and (each == 1 or each < gpus))
-    return max(1, min(engines, (gpus - 1) // size)), size
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

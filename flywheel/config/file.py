@@ -17,19 +17,11 @@ from typing import Any, Final, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config.agentjet import (
-    MARKERS,
-    SECTION,
-    USED,
-    ProjectRoot,
-    assumed_in,
-    assumptions,
-    from_agentjet,
-    origins_in,
-    project_root,
-)
+from flywheel.config import agentjet, sage
+from flywheel.config.agentjet import AGENTJET, MARKERS, SECTION, ProjectRoot
 from flywheel.config.deploy import DeploySettings
 from flywheel.config.export import ExportSettings
+from flywheel.config.foreign import Row, applied
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -42,8 +34,8 @@ from flywheel.config.interpolation import values_of
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.privacy import PrivacySettings
-from flywheel.config.sage import ROOTS, from_sage
-from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves
+from flywheel.config.sage import ROOTS, SAGE
+from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves, merged
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     AgentProgramSettings,
@@ -111,7 +103,7 @@ class Config(Section):
     _project: ProjectRoot | None = PrivateAttr(default=None)
     _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
     _given: frozenset[str] = PrivateAttr(default=frozenset())
-    _assumed: str = PrivateAttr(default="")
+    _origins: Mapping[str, Row] = PrivateAttr(default={})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -243,9 +235,17 @@ class Config(Section):
         ]
 
     @property
+    def origins(self) -> Mapping[str, Row]:
+        """What other programs' keys set, by Flywheel's keys, and what AgentJet assumes."""
+        return self._origins
+
+    @property
     def assumed(self) -> str:
         """What AgentJet's or ASTuner's file stands for where it sets nothing; empty for Flywheel's own."""
-        return self._assumed
+        said = agentjet.assumptions(self._origins.values())
+        if (judge := self._origins.get("judge.base_url")) is not None and not judge.place:
+            said.append(f"replies are sent to the judge {self.judge.model} at {self.judge.base_url} (judge.base_url)")
+        return f"as in AgentJet, where the file sets nothing: {'; '.join(said)}" if said else ""
 
     @property
     def has_trainer(self) -> bool:
@@ -420,26 +420,32 @@ def parse(
     if settings:
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
-    keys = {key for setting in settings for key in _own_keys(setting, whole, raw)}
-    own = from_sage(whole, Config.model_fields.keys(), name)
+    sections, attempted, shown = Config.model_fields.keys(), f"use configuration {name}", str(file or name)
+    of_sage, own = sage.rows_of(whole, sections)
     is_agentjets = not MARKERS.isdisjoint(map(str, whole))
+    of_agentjet = agentjet.rows_of(own, sections, file) if is_agentjets else []
+    rows = [*of_agentjet, *of_sage]
+    keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
+    made = applied(of_sage, attempted, shown, SAGE.page)
     if is_agentjets:
-        own = from_agentjet(own, Config.model_fields.keys(), name, file)
-    project = project_root(whole, file) if file is not None and is_agentjets else None
+        made = merged(applied(of_agentjet, attempted, shown, AGENTJET.page), made)
+        own, assumed = agentjet.settings_of(own, made, rows, sections, shown)
+        rows += assumed
+    else:
+        own = merged(made, own)
+    project = agentjet.project_root(rows, own, file) if file is not None and is_agentjets else None
     # Translated keys have other names and positions in the file.
-    document = document if own is whole else None
-    own = _with_dataset_paths(own)
+    document = None if rows else document
     try:
-        config = Config.model_validate(own, context=project.folder if project is not None else folder.absolute())
+        config = Config.model_validate(
+            _with_dataset_paths(own), context=project.folder if project is not None else folder.absolute()
+        )
     except ValidationError as error:
         why = explain(error, Config, document, elsewhere=keys)
         hint = f"Correct {what}; see `flywheel docs configuration`."
-        raise ConfigError(f"use configuration {name}", why, hint) from None
+        raise ConfigError(attempted, why, hint) from None
     config._file, config._project, config._given = file, project, frozenset(keys)
-    if is_agentjets:
-        judge = config.judge
-        has_own = has(whole, ("judge", "base_url"))
-        config._assumed = assumptions(assumed_in(whole), "" if has_own else f"{judge.model} at {judge.base_url}")
+    config._origins = _origins(rows, whole)
     config._read_from = (of_file, document) if document is not None else None
     return config
 
@@ -463,7 +469,20 @@ def _with_dataset_paths(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, "sources": made} if made != sources else raw
 
 
-def _own_keys(setting: GivenSetting, whole: Mapping[str, Any], raw: Mapping[str, Any]) -> set[str]:
+def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
+    """The rows that set each of Flywheel's keys; its own, and its own list of sources, take precedence."""
+    return {
+        row.use: row
+        for row in rows
+        if row.use
+        and not has(whole, row.use)
+        and not (row.place and row.use.startswith("sources.") and "sources" in whole)
+    }
+
+
+def _own_keys(
+    setting: GivenSetting, whole: Mapping[str, Any], raw: Mapping[str, Any], rows: Sequence[Row]
+) -> set[str]:
     """Our keys that follow from a given setting of `whole`, which is `raw` with it. Raises ConfigError for another
     program's key that has no effect, and names ours."""
     key, attempted = setting.key, f"use --set {setting.key}"
@@ -473,8 +492,8 @@ def _own_keys(setting: GivenSetting, whole: Mapping[str, Any], raw: Mapping[str,
         return {key}
     if f"{SECTION}.filters" in key:
         raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")
-    is_possible = section not in MARKERS or section in raw
-    places = {use: place for use, place, _ in origins_in(whole, Config.model_fields.keys()) if is_possible and place}
+    is_possible = (section not in MARKERS or section in raw) and all(row.use for row in rows if row.place == key)
+    places = {use: row.place for use, row in _origins(rows, whole).items() if is_possible and row.place}
     found = {use for use, place in places.items() if is_among(key, {place})}
     # One that the file has may be for the user's workflow.
     if not found and not any(is_among(each, {key}) for each, _ in leaves(raw)):
@@ -486,8 +505,9 @@ def _own_keys(setting: GivenSetting, whole: Mapping[str, Any], raw: Mapping[str,
 
 
 _FOREIGN: Final = {
-    name: option.use.replace("sources.", "sources[].")
-    for name, option in {**TRINITY, **USED}.items()
-    if option.use.partition(".")[0] in Config.model_fields
+    name: use.replace("sources.", "sources[].")
+    for table in (TRINITY, AGENTJET, SAGE)
+    for name, use in table.uses.items()
+    if use.partition(".")[0] in Config.model_fields
 }
 """Flywheel's keys, by those of other programs, without their root."""

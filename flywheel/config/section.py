@@ -79,9 +79,16 @@ def put(into: dict[str, Any], path: str, value: Any) -> None:
     into[key] = value
 
 
-def has(settings: Any, path: Sequence[str]) -> bool:
-    """Whether nested mappings have a value at a path."""
-    for part in path:
+def value_at(settings: Any, path: str) -> Any:
+    """The value of nested mappings at a dotted path; None where there is none."""
+    for part in path.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def has(settings: Any, path: str) -> bool:
+    """Whether nested mappings have a value at a dotted path."""
+    for part in path.split("."):
         if not isinstance(settings, Mapping) or part not in settings:
             return False
         settings = settings[part]

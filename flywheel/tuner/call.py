@@ -13,21 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pydantic import BaseModel
+
 from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
-from flywheel.config.sage import Option
 from flywheel.config.section import has, merged
-from flywheel.config.trinity import (
-    ALGORITHM,
-    ARGUMENTS,
-    DATASET,
-    MODEL,
-    TRINITY,
-    Found,
-    from_tuner,
-    is_trinitys,
-    translated,
-)
+from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
 from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
@@ -35,9 +26,12 @@ from flywheel.system.python_files import parsed
 from flywheel.system.yaml_file import read_yaml
 from flywheel.training.program.program_child import MARK
 from flywheel.training.program.program_pool import ProgramPool, program_of
+from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelConfig
 
 log = logging.getLogger(__name__)
 
+EPOCHS: Final = 1
+"""The default of `buffer.total_epochs` in a file of Trinity's."""
 SAMPLING: Final = ("temperature", "top_p", "enable_thinking")
 """Fields of `TunerModelConfig` that the tuner does not hand on: defaults of them do not replace the file's."""
 
@@ -112,7 +106,7 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     # Workflow and judge give the reward, unless `config` says otherwise.
     both: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
     if file.is_trinitys or more.is_trinitys:
-        both["train_dataset"] = {"total_epochs": TRINITY["buffer.total_epochs"].default}
+        both["train_dataset"] = {"total_epochs": EPOCHS}
     origins: dict[str, str] = {}
     arguments, by_arguments = _arguments(call)
     for part, by_part in (
@@ -122,8 +116,8 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     ):
         both = merged(both, part)
         # What Flywheel's own keys set again has its own name.
-        origins = {key: name for key, name in origins.items() if not has(part, key.split("."))}
-        origins |= {key: name for key, name in by_part.items() if has(part, key.split("."))}
+        origins = {key: name for key, name in origins.items() if not has(part, key)}
+        origins |= {key: name for key, name in by_part.items() if has(part, key)}
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
     if call.eval_dataset is not None:
@@ -158,20 +152,19 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    origins: dict[str, str] = {}
-    settings = from_tuner(raw, Config.model_fields.keys(), name, origins)
+    rows, own = rows_of(raw, Config.model_fields.keys())
     # A file may have the same setting by both names: Flywheel's wins.
-    origins = {key: name for key, name in origins.items() if not has(raw, key.split("."))}
-    return _Read(settings, name, folder, is_trinitys(raw), origins)
+    origins = {row.use: row.place for row in rows if row.use and not has(own, row.use)}
+    return _Read(merged(settings_of(rows, name), own), name, folder, is_trinitys(raw), origins)
 
 
 def _arguments(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the arguments have, and the fields that set them. Raises ConfigError."""
     origins: dict[str, str] = {}
-    unused = ((key, getattr(call, key)) for key in ("project_name", "experiment_name"))
-    translated((Found(key, value, ARGUMENTS[key]) for key, value in unused), "the arguments")
-    made = _fields(call.model, "model", MODEL, origins, "model_path")
-    made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM, origins))
+    unused = ((key, key, getattr(call, key)) for key in ("project_name", "experiment_name"))
+    settings_of(TRINITY.rows(unused), "the arguments")
+    made = _fields(call.model, "model", TunerModelConfig, origins, "model_path")
+    made = merged(made, _fields(call.algorithm, "algorithm", AlgorithmConfig, origins))
     base = _section(made, "model").get("base")
     if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
@@ -180,15 +173,15 @@ def _arguments(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
         others = {name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()}
         made = merged(made, {"rollout": {"auxiliary_models": others}})
     if (data := call.train_dataset) is not None:
-        made = merged(made, _fields(data, "train_dataset", DATASET, origins, "path"))
+        made = merged(made, _fields(data, "train_dataset", DatasetConfig, origins, "path"))
     if call.eval_dataset is not None:
-        found = _fields(call.eval_dataset, "eval_dataset", DATASET, {}, "path")
+        found = _fields(call.eval_dataset, "eval_dataset", DatasetConfig, {}, "path")
         made["eval_dataset"] = [found["train_dataset"]]
     return (made if call.monitor_type is None else {**made, "monitor_type": call.monitor_type}), origins
 
 
 def _fields(
-    given: Any, name: str, table: Mapping[str, Option], origins: dict[str, str], single: str = ""
+    given: Any, name: str, kind: type[BaseModel], origins: dict[str, str], single: str = ""
 ) -> dict[str, Any]:
     """Settings of an object of the tuner, a mapping, or a `single` value, in Flywheel's keys; its fields that set
     them go to `origins`."""
@@ -198,18 +191,17 @@ def _fields(
         values: Mapping[str, Any] = {single: str(given)}
     else:
         values = given if isinstance(given, Mapping) else {**getattr(given, "model_dump", lambda: vars(given))()}
-    if unknown := [key for key in values if key not in table]:
-        why = f"unknown setting `{unknown[0]}`; known here: {', '.join(table)}"
+    if unknown := [key for key in values if key not in kind.model_fields]:
+        why = f"unknown setting `{unknown[0]}`; known here: {', '.join(kind.model_fields)}"
         raise ConfigError(f"use the {name}", why, "See `flywheel docs agentscope-tuner`.")
     is_set = getattr(given, "model_fields_set", values)
     kept = {key: value for key, value in values.items() if key not in SAMPLING or key in is_set}
-    set_by: dict[str, str] = {}
-    made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}", set_by)
-    origins |= {ours: f"{name}.{key}" for ours, key in set_by.items()}
-    if table is DATASET:
-        # The subset and the split of another data set do not belong to it.
-        made["train_dataset"] = {"name": None, "split": None, **made.get("train_dataset", {})}
-    return made
+    is_data = kind is DatasetConfig
+    rows = TRINITY.rows((f"{name}.{key}", DATASET[key] if is_data else key, value) for key, value in kept.items())
+    made = settings_of(rows, f"the {name}")
+    origins |= {row.use: row.place for row in rows if row.use}
+    # The subset and the split of another data set do not belong to it.
+    return merged({"train_dataset": {"name": None, "split": None}}, made) if is_data else made
 
 
 def _auxiliary(name: str, given: Any) -> Any:

@@ -115,5 +115,5 @@ def test_the_format_of_the_log_is_an_option(flywheel: Run, tmp_path: Path) -> No
     (tmp_path / "flywheel.yaml").write_text("ajet: {model: {path: m}, feedback_tracing: {}, other: 1}\n")
     lines = flywheel("--log-format", "json", "status").err.splitlines()
     told = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [(each["level"], each["logger"]) for each in told] == [("WARNING", "flywheel.config.agentjet")]
+    assert [(each["level"], each["logger"]) for each in told] == [("WARNING", "flywheel.config.foreign")]
     assert flywheel("--log-format", "xml", "status").code == 2

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import agentjet_keys
-from flywheel.config.agentjet import from_agentjet
+from flywheel.config import agentjet, foreign
 from flywheel.config.file import Config, load
 from flywheel.config.ingest import DatasetSettings, JsonlSource, ModelFilter, StudioSource
-from flywheel.config.sage import by_name
-from flywheel.config.section import merged, put
-from flywheel.config.training import AgentProgramSettings, RewardSettings
+from flywheel.config.section import merged
+from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
@@ -72,22 +70,23 @@ def test_both_roots_and_a_bare_section_are_the_same(root: str, tmp_path: Path) -
     assert chain.deduplication is None, "switched off"
 
 
-def lines_of(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    """The reason in the log of each key without effect; one that is there twice has no reason."""
-    found: dict[str, str] = {}
-    for record in caplog.records:
-        if " without effect: " in record.message:
-            key, _, why = record.message.partition(" without effect: ")[2].partition(": ")
-            found[key] = "" if key in found else why
-    return found
+def unused_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The keys without effect, of the one line of the log that has them."""
+    (line,) = (message for message in caplog.messages if " without effect: " in message)
+    return line.partition(" without effect: ")[2].removesuffix("; see `flywheel docs agentjet`").split(", ")
 
 
-def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log_lists_the_keys_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = {
         "ajet": {
             "task_reader": {"feedback_tracing": SECTION, "jsonl": {"training": {"file_path": "a"}}},
             "trainer_common": {"total_epochs": 3, "optim": {"lr": 1e-6}, "logger": ["console", "swanlab"]},
-            "rollout": {"val_kwargs": {"top_k": 3}, "num_repeets": 4, "mode": None},
+            "rollout": {
+                "val_kwargs": {"top_k": 3},
+                "num_repeets": 4,
+                "mode": None,
+                "compute_madness_checklist": ["wrong_toolcall", "nonsense"],
+            },
             "model": {"path": "m", "dtype": "bf16"},
         },
         "hydra": {"searchpath": []},
@@ -98,53 +97,12 @@ def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         config = read(tmp_path, raw)
     assert config.state_dir == tmp_path / "own"
-    lines = lines_of(caplog)
-    assert lines.keys() == {
+    assert set(unused_in(caplog)) == {
         "hydra.searchpath", "trinity.synchronizer.sync_offset", "maze.size", "ajet.trainer_common.total_epochs",
-        "ajet.trainer_common.logger swanlab", "ajet.task_reader.jsonl.training.file_path", "ajet.model.dtype",
-        "ajet.rollout.val_kwargs.top_k", "ajet.rollout.num_repeets",
+        "ajet.trainer_common.logger swanlab", "ajet.rollout.compute_madness_checklist wrong_toolcall",
+        "ajet.task_reader.jsonl.training.file_path", "ajet.model.dtype",
+        "ajet.rollout.val_kwargs.top_k", "ajet.rollout.num_repeets (did you mean rollout.num_repeat?)",
     }  # fmt: skip
-    assert all(lines.values())
-    assert lines["ajet.rollout.num_repeets"].endswith("did you mean `rollout.num_repeat`?")
-    assert lines["ajet.trainer_common.logger swanlab"].startswith("swanlab is not installed, and `metrics.jsonl`")
-    assert lines["ajet.task_reader.jsonl.training.file_path"] == "`task_reader.type` is tracing"
-
-
-DOCUMENTED = (Path(__file__).parent / "agentjet_keys.txt").read_text().split()
-"""The keys that AgentJet documents, and those of ASTuner that it has renamed."""
-
-
-@pytest.mark.parametrize("key", DOCUMENTED)
-def test_every_documented_key_is_used_or_has_a_reason(
-    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used = by_name(agentjet_keys.COPIED | agentjet_keys.MADE)
-    raw: dict[str, Any] = {"task_reader": {"feedback_tracing": SECTION}, "model": {"path": "m"}}
-    if key not in used:
-        put(raw, key, "abc")
-    with caplog.at_level(logging.WARNING):
-        read(tmp_path, {"ajet": raw})
-    assert lines_of(caplog).keys() == ({f"ajet.{key}"} if key not in used else set())
-    assert not any("documents no such key" in record.message for record in caplog.records)
-
-
-def test_every_key_that_is_set_exists() -> None:
-    uses = {
-        use
-        for option in by_name(agentjet_keys.COPIED | agentjet_keys.MADE).values()
-        for use in option.use.split(", ")
-    }
-    dataset = DatasetSettings(path="d")
-    made = {
-        "sources": JsonlSource(type="jsonl", path=Path("p")),
-        "dataset": dataset,
-        "agent": AgentProgramSettings(command=["a"]),
-        "reward": RewardSettings(),
-    }
-    for use in uses - {""}:
-        section: Any = Config()
-        for part in use.split("."):
-            section = made.get(part) or getattr(section, part)
 
 
 AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
@@ -202,16 +160,13 @@ def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, roo
     assert found == expected
 
 
-def test_a_check_other_than_for_loops_is_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checks = {"compute_madness_checklist": ["wrong_toolcall", "nonsense"]}
-    read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}, "rollout": checks}})
-    [said] = [each for each in caplog.messages if "compute_madness_checklist" in each]
-    assert "without effect: ajet.rollout.compute_madness_checklist wrong_toolcall" in said
-
-
 def translated(settings: dict[str, Any], **own: Any) -> Any:
     raw = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {}, **settings}, **own}
-    return from_agentjet(raw, Config.model_fields.keys(), "a.yaml", None)
+    sections = Config.model_fields.keys()
+    rows = agentjet.rows_of(raw, sections, None)
+    return agentjet.settings_of(
+        raw, foreign.applied(rows, "use a.yaml", "a.yaml", "agentjet"), rows, sections, "a.yaml"
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -220,15 +175,14 @@ def translated(settings: dict[str, Any], **own: Any) -> Any:
         pytest.param("tensorboard", ["tensorboard"], marks=pytest.mark.training),
         ("mlflow", ["mlflow"]),
         (["console", "wandb", "swanlab"], ["wandb"]),
-        ("swanlab", None),
-        (3, None),
+        ("swanlab", []),
+        (3, []),
     ],
 )
 def test_the_loggers_that_there_are(logger: Any, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
     """SwanLab is not installed here."""
-    made = translated({"trainer_common": {"logger": logger}})
-    assert ("swanlab is not installed, and `metrics.jsonl`" in caplog.text) == ("swanlab" in str(logger))
-    assert made.get("tracking") == (None if expected is None else {"report_to": expected})
+    assert translated({"trainer_common": {"logger": logger}})["tracking"] == {"report_to": expected}
+    assert ("ajet.trainer_common.logger swanlab" in caplog.text) == ("swanlab" in str(logger))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +206,7 @@ def test_engines_and_gpus_of_each_are_as_many_as_fit(
     asked: tuple[int, int], gpus: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("flywheel.config.agentjet.gpus_of_machine", lambda: gpus)
+    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: gpus)
     rollout = {"n_vllm_engine": asked[0], "tensor_model_parallel_size": asked[1]}
     with caplog.at_level(logging.WARNING):
         made = translated({"rollout": rollout})["rollout"]
@@ -285,10 +239,9 @@ def test_what_is_refused_names_what_to_use(settings: dict[str, Any], place: str,
         translated(settings)
 
 
-def test_the_backbone_debug_is_a_round_of_ours(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        translated({"backbone": "debug"})
-    assert "flywheel round --debug" in lines_of(caplog)["ajet.backbone"]
+def test_the_backbone_debug_is_a_round_of_ours() -> None:
+    (row,) = agentjet.AGENTJET.rows([("ajet.backbone", "backbone", "debug")])
+    assert row.meaning == "without effect: `flywheel round --debug` makes rollouts without training"
 
 
 def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
@@ -436,21 +389,12 @@ def test_a_section_beside_it_that_is_none_is_told_of(tmp_path: Path, beside: Any
         read(tmp_path, {"feedback_tracing": {"base_url": "x"}, "model": MODEL, **beside})
 
 
-ROLLOUT = {"num_repeat": 4, "temperature": 0.9, "max_env_worker": 64}
+ROLLOUT = {"num_repeat": 4, "temperature": 0.9}
 
 
 @pytest.mark.parametrize("root", ["ajet", "astuner"])
-def test_what_is_trained_and_how_is_theirs(root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    inner = {
-        "model": {"path": "/models/qwen", "dtype": "bf16"},
-        "rollout": ROLLOUT,
-        "task_reader": {"type": "tracing", "feedback_tracing": SECTION},
-    }
-    with caplog.at_level(logging.WARNING):
-        config = read(tmp_path, {root: inner})
-    assert config.model.base == "/models/qwen"
-    assert (config.training.group_size, config.rollout.temperature) == (4, 0.9)
-    assert lines_of(caplog).keys() == {f"{root}.model.dtype", f"{root}.rollout.max_env_worker"}
+def test_flywheels_own_keys_take_precedence(root: str, tmp_path: Path) -> None:
+    inner = {"model": {"path": "/models/qwen"}, "rollout": ROLLOUT, "feedback_tracing": SECTION}
     own = {"model": {"base": "mine"}, "training": {"group_size": 6}, "rollout": {"temperature": 0.5}}
     config = read(tmp_path, {root: inner, **own})
     assert (config.model.base, config.training.group_size, config.rollout.temperature) == ("mine", 6, 0.5)
@@ -463,6 +407,7 @@ def test_what_is_trained_and_how_is_theirs(root: str, tmp_path: Path, caplog: py
         ({"feedback_tracing": SECTION, "model": {"alias": "a"}}, r"`model\.base`"),
         ({"ajet": {"feedback_tracing": SECTION, "rollout": ROLLOUT}}, r"`ajet\.model\.path`"),
         ({"astuner": {"feedback_tracing": SECTION, "model": {"path": None}}}, r"`astuner\.model\.path`"),
+        ({"astuner": {"feedback_tracing": SECTION, "model": {"path": ""}}}, r"`astuner\.model\.path`"),
     ],
 )
 def test_a_missing_model_is_an_error(raw: Any, key: str, tmp_path: Path) -> None:

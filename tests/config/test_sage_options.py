@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import sage
 from flywheel.config.file import Config, parse
+from flywheel.config.sage import SAGE
 from flywheel.errors import ConfigError
-from scripts.reference_pages import default_of
 
-TABLES = (sage.READ, sage.RL, sage.SFT, sage.PIPELINE, sage.TRAINER_COMMON)
 DPO = {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False}
 TRACES = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}}
 
@@ -55,7 +53,7 @@ def test_the_estimator_of_astuners_trainer_is_read(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         assert read(common(adv_estimator="grpo", use_kl_in_reward=False)).training.stages == ["grpo"]
     [record] = caplog.records
-    assert "without effect: astuner.trainer_common.total_epochs: " in record.message
+    assert "without effect: astuner.trainer_common.total_epochs; " in record.message
     assert "adv_estimator` is gae: PPO is no part" in refusal(common(adv_estimator="gae"))
     assert "adv_estimator` is rloo, which Flywheel does not have" in refusal(common(adv_estimator="rloo"))
     assert "training.beta" in refusal(common(use_kl_in_reward=True))
@@ -93,14 +91,6 @@ def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], com
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        ({"task_weights": {"tool_selection": 0.35}}, "Use `training.task_weights`"),
-        ({"sft_config": {"task_weights": {"tool_selection": 0.35}}}, "Use `training.task_weights`"),
-        ({"use_online_continual": True}, "Use `training.replay`"),
-        ({"use_coreset_selection": True}, "Use `training.coreset`"),
-        ({"sft_config": {"coreset_target_size": 100}}, "Use `training.coreset`"),
-        ({"coreset_strategy": "hybrid"}, "Use `training.coreset`"),
-        ({"sft_config": {"coreset_metric_key": "loss"}}, "a sample has one loss"),
-        ({"sft_config": {"continual_replay_ratio": 0.3}}, "Use `training.replay`"),
         ({"training": {"task_weights": {"tool_selection": 1}}}, "class of SAGE, by words; classes here are by"),
         ({"training": {"task_weights": {"tool_selection": 1}}}, "the nearest: one_tool"),
         ({"training": {"task_weights": {"multi_step_planning": 1}}}, "the nearest: several_tools"),
@@ -128,7 +118,7 @@ def test_what_chooses_the_samples_of_a_round_in_sage_is_refused_with_what_does_h
     [
         ({"dpo_config": {"reference_free": True}}, "`dpo_config.reference_free` is True: the reference is always"),
         ({"grpo_config": {"use_advantage": False}}, "`grpo_config.use_advantage` is False: the loss of GRPO"),
-        ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `beta`?)"),
+        ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `dpo_config.beta`?)"),
         ({"dpo_config": {"loss_type": "ipo", "label_smoothing": 0.1}}, "only the loss sigmoid has it"),
         ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
         ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not have. Use dpo or grpo"),
@@ -140,25 +130,16 @@ def test_what_cannot_be_honoured_is_an_error_by_name(raw: dict[str, Any], compla
     assert complaint in refusal(raw)
 
 
-def test_every_other_option_is_an_error_that_says_what_to_use_or_why_there_is_nothing() -> None:
-    for section, table in (("rl_config", sage.RL), ("sft_config", sage.SFT), ("", sage.PIPELINE)):
-        for name, option in sage.by_name(table).items():
-            if name == "ppo_config":
-                continue
-            message = refusal({section: {name: option.default}} if section else {name: option.default})
-            assert f"`{section}.{name}`" in message or f"`{name}`" in message
-            for key in filter(None, option.use.split(",")):
-                assert f"`{key.strip()}`" in message
-            assert option.use or option.why in message
+@pytest.mark.parametrize("option", SAGE.refused)
+def test_every_other_option_is_an_error_that_says_what_to_use_or_why_there_is_nothing(option: str) -> None:
+    section, _, name = option.rpartition(".")
+    hint, why = SAGE.refused[option]
+    message = refusal({section: {name: None}} if section else {name: 1})
+    assert f"`{option}` is {why}. {hint} See `flywheel docs sage`." in message
+    assert hint.startswith("Use `") or (hint == "Remove it." and ": " in why)
+
+
+def test_an_option_of_several_classes_has_the_keys_of_all() -> None:
     message = refusal({"num_epochs": 3, "batch_size": 1})
-    assert "`training.dpo.epochs` or `training.steps` or `training.sft.epochs`" in message, "both classes have it"
+    assert "`training.dpo.epochs` or `training.steps` or `training.sft.epochs`" in message
     assert "The file has 1 more of them" in message
-
-
-def test_every_key_of_the_table_exists_and_a_default_that_differs_has_its_reason() -> None:
-    for table in TABLES:
-        for names, option in table.items():
-            keys = [key.strip() for key in option.use.split(",")] if option.use else []
-            defaults = [default_of(key) for key in keys]
-            assert option.why or defaults == [option.default], names
-            assert bool(keys) != bool(option.only) or not option.only, names

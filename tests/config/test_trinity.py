@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from flywheel.config import agentjet
+from flywheel.config import foreign
 from flywheel.config.file import Config, load
 from flywheel.config.interpolation import values_of
-from flywheel.config.trinity import ALGORITHM, ARGUMENTS, DATASET, MODEL, TASKSET, TRINITY, from_tuner
+from flywheel.config.section import merged
+from flywheel.config.trinity import DATASET, EVAL_TASKSETS, TASKSET, TRINITY, rows_of, settings_of
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.system.yaml_file import YamlDocument
 from flywheel.tuner import objects, tune
-from scripts.reference_pages import default_of
 
 HERE = Path(__file__).parent
-OF_TUNE = ("train_dataset", "eval_dataset", "monitor_type", "config_path")
-"""What a key may be used as besides a setting: an argument of `tune`."""
-CLASSES = {"TunerModelConfig": MODEL, "AlgorithmConfig": ALGORITHM, "DatasetConfig": DATASET}
-
-
-def names(file: str) -> list[str]:
-    return [line for line in (HERE / file).read_text().splitlines() if not line.startswith("#")]
 
 
 def translated(raw: dict[str, Any]) -> dict[str, Any]:
-    return from_tuner(raw, Config.model_fields.keys(), "x.yaml")
+    rows, own = rows_of(raw, Config.model_fields.keys())
+    return merged(settings_of(rows, "x.yaml"), own)
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -43,69 +36,34 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 def test_tune_has_the_tuners_parameters_and_the_classes_have_its_fields_and_defaults() -> None:
     parameters = inspect.signature(tune).parameters
-    for line in names("tuner_names.txt"):
+    for line in (HERE / "tuner_names.txt").read_text().splitlines()[1:]:
         path, is_required, default = line.partition(" ")
         where, _, name = path.partition(".")
         if where == "tune":
             assert parameters[name].default is (inspect.Parameter.empty if is_required else None), name
-            assert name in ARGUMENTS
             continue
         field = getattr(objects, where).model_fields[name]
         assert field.is_required() == (default == "required"), path
         assert field.is_required() or field.default == json.loads(default.removeprefix("= ")), path
-        assert where not in CLASSES or name in CLASSES[where], path
-    there = {line.split()[0] for line in names("tuner_names.txt")}
-    for kind, table in CLASSES.items():
-        assert {f"{kind}.{name}" for name in table} <= there
+        if where in ("TunerModelConfig", "AlgorithmConfig", "DatasetConfig"):
+            assert (DATASET[name] if where == "DatasetConfig" else name) in TRINITY.names, path
 
 
-def test_every_documented_key_of_trinity_has_a_row() -> None:
-    assert set(names("trinity_keys.txt")) - TRINITY.keys() == set()
-
-
-@pytest.mark.parametrize("table", [*CLASSES.values(), ARGUMENTS, TRINITY])
-def test_every_row_is_used_as_a_key_that_exists_or_has_a_reason(table: dict[str, Any]) -> None:
-    for path, option in table.items():
-        if option.use and option.use.partition(".")[0] not in OF_TUNE:
-            default_of(option.use)
-        assert option.use or option.why, path
-        assert not (option.use and option.only), path
-
-
-@pytest.mark.parametrize("path", [path for path, option in TRINITY.items() if option.use])
+@pytest.mark.parametrize("path", TRINITY.uses)
 def test_a_used_key_arrives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agentjet, "gpus_of_machine", lambda: 8)
-    option = TRINITY[path]
-    value: Any = [{"path": "x"}] if option.use == "eval_dataset" else 3
+    monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 8)
+    value: Any = [{"path": "x"}] if path == EVAL_TASKSETS else 3
     raw = nested("model.lora_configs", [{path.rpartition(".")[2]: 3}]) if "lora" in path else nested(path, value)
-    assert translated(raw) == nested(option.use, value)
+    assert translated(raw) == nested(TRINITY.uses[path], value)
 
 
-@pytest.mark.parametrize("path", [path for path, option in TRINITY.items() if option.only])
+@pytest.mark.parametrize("path", TRINITY.only)
 def test_a_value_that_is_not_possible_is_refused_with_the_reason(path: str) -> None:
-    option = TRINITY[path]
-    assert translated(nested(path, option.only[0])) == {}
+    possible, why = TRINITY.only[path]
+    assert translated(nested(path, possible[0] if possible else None)) == {}
     with pytest.raises(ConfigError) as refused:
         translated(nested(path, "another"))
-    assert f"`{path}` is another: {option.why}" in str(refused.value)
-
-
-def test_each_key_without_effect_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    raw = {
-        "synchronizer": {"sync_interval": 4, "sync_style": "fixed"},
-        "explorer": {"rollout_model": {"dtype": "bfloat16"}, "colour": 1},
-        "monitor": {"monitor_args": {"api_key": "k"}},
-        "model": {"base": "/own", "rope_theta": None},
-    }
-    with caplog.at_level(logging.WARNING):
-        assert translated(raw) == {"model": {"base": "/own"}}
-    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
-        "synchronizer.sync_interval: without effect: engines get the weights after each step",
-        "synchronizer.sync_style: without effect: engines get the weights after each step",
-        "explorer.rollout_model.dtype: without effect: other options of an engine are Flywheel's own",
-        "explorer.colour: without effect: no release of Trinity has it",
-        "monitor.monitor_args.api_key: without effect: nothing is sent to a service",
-    ]
+    assert f"`{path}` is another: {why}" in str(refused.value)
 
 
 def test_of_several_temperatures_the_nearest_to_the_tasks_wins(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,18 +72,17 @@ def test_of_several_temperatures_the_nearest_to_the_tasks_wins(caplog: pytest.Lo
     model = {"model": {"temperature": 0.6}}
     for raw, wanted in ((model, 0.6), (engine | model, 0.7), (taskset | engine | model, 0.8)):
         assert translated(raw) == {"rollout": {"temperature": wanted}}
-    assert f"model.temperature: without effect: {TASKSET}.rollout_args.temperature has another value" in caplog.text
+    assert "without effect: model.temperature, explorer.rollout_model.temperature; see" in caplog.text
 
 
 def test_engines_of_a_foreign_file_fit_the_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = {"explorer": {"rollout_model": {"engine_num": 4}}}
-    for gpus, engines in ((0, 1), (1, 1), (3, 2), (8, 4)):
-        monkeypatch.setattr(agentjet, "gpus_of_machine", lambda gpus=gpus: gpus)
-        assert translated(raw)["rollout"].get("engines", 1) == engines
-    asked = "explorer.rollout_model.engine_num 4 and tensor_parallel_size 1; this machine has 3 GPUs, and"
-    assert asked in caplog.text
+    monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 3)
+    assert translated({"explorer": {"rollout_model": {"engine_num": 4}}}) == {"rollout": {"engines": 2}}
+    assert (
+        "x.yaml: explorer.rollout_model.engine_num: this machine has 3 GPUs, and rounds use 2 × 1 inst" in caplog.text
+    )
 
 
 FILE = """\

@@ -1,0 +1,138 @@
+"""Tables of other programs' keys: each key has a row, and each row a key of Flywheel's that exists, or a reason."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config.agentjet import AGENTJET
+from flywheel.config.file import Config
+from flywheel.config.foreign import Row, Table, Without, applied
+from flywheel.config.ingest import DatasetSettings, JsonlSource
+from flywheel.config.sage import INSTEAD, NOTHING, SAGE
+from flywheel.config.training import AgentProgramSettings, RewardSettings
+from flywheel.config.trinity import TRINITY
+from flywheel.errors import ConfigError
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "reference" / "sage.md"
+OF_TUNE = ("train_dataset", "eval_dataset", "monitor_type")
+"""What a key may be used as besides a setting: an argument of `tune`."""
+SECTIONS = {
+    "sources": JsonlSource(type="jsonl", path=Path("p")),
+    "dataset": DatasetSettings(path="d"),
+    "agent": AgentProgramSettings(command=["a"]),
+    "reward": RewardSettings(),
+}
+"""Sections that the defaults do not have."""
+TABLE = Table(
+    "page",
+    {"old.a a": "ours.a", "b": "ours.b"},
+    made={"ours.b": lambda values: values["b"] + 1 if values["b"] > 0 else Without("it is not above 0")},
+    only={"mode": (("x", "y"), "there is no other mode")},
+    refused={"never": ("Use a.", "an option of theirs"), "a=9": ("Use 8.", "9 is too much")},
+    unused={"section a=7": "nothing is like it", "section.inner": "it is theirs"},
+    closed=("closed.",),
+)
+
+
+def default_of(key: str) -> Any:
+    """The default of one of Flywheel's keys. Raises AttributeError for one that does not exist."""
+    value: Any = Config()
+    for name in key.split("."):
+        value = value if name.isdecimal() else SECTIONS.get(name) or getattr(value, name)
+    return value
+
+
+def row_of(key: str, value: Any) -> Row:
+    (row,) = TABLE.rows([(f"root.{key}", key, value)])
+    return row
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "outcome", "said"),
+    [
+        ("a", 1, "taken over", "used as ours.a"),
+        ("mode", "x", "taken over", "taken over: there is no other mode"),
+        ("mode", "z", "refused", "refused: `root.mode` is z: there is no other mode"),
+        ("never", 1, "refused", "refused: `root.never` is an option of theirs"),
+        ("a", 9, "refused", "refused: `root.a` is 9, which Flywheel does not take: 9 is too much"),
+        ("a", 7, "without effect", "without effect: nothing is like it"),
+        ("section.x.y", 1, "without effect", "without effect: nothing is like it"),
+        ("section.inner", 1, "without effect", "without effect: it is theirs"),
+        ("unknown", 1, "without effect", "without effect: Flywheel has nothing like it"),
+        ("closed.key", 1, "refused", "refused: unknown key `root.closed.key`"),
+    ],
+)
+def test_what_becomes_of_a_key(key: str, value: Any, outcome: str, said: str) -> None:
+    row = row_of(key, value)
+    assert (row.outcome, row.meaning) == (outcome, said)
+    assert bool(row.hint) == (outcome == "refused")
+
+
+def test_a_value_is_copied_or_made_and_the_last_name_counts() -> None:
+    assert row_of("b", 3)[2:5] == ("replaced by", "ours.b", 4)
+    assert row_of("b", 0).meaning == "without effect: it is not above 0"
+    assert [(row.use, row.why) for row in TABLE.rows([("a", "a", 1), ("old.a", "old.a", 2)])] == [
+        ("", "a has another value"),
+        ("ours.a", ""),
+    ]
+    assert TABLE.rows([("a", "a", None)]) == []
+
+
+def test_one_line_lists_what_has_no_effect_and_an_error_has_the_first_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = ("a", "sectoin", "unknown", "section.x")
+    with caplog.at_level(logging.WARNING):
+        assert applied(TABLE.rows((key, key, 1) for key in keys), "use it", "x.yaml", "page") == {"ours": {"a": 1}}
+    assert caplog.messages == [
+        "x.yaml: without effect: sectoin (did you mean section?), unknown, section.x; see `flywheel docs page`"
+    ]
+    with pytest.raises(ConfigError, match=r"cannot use it: `never` is .*\. Use a\. The file has 1 more of them\."):
+        applied(TABLE.rows([("never", "never", 1), ("mode", "mode", 2)]), "use it", "x.yaml", "page")
+
+
+@pytest.mark.parametrize("table", [AGENTJET, TRINITY, SAGE], ids=lambda table: table.page)
+def test_every_key_that_is_set_exists(table: Table) -> None:
+    for use in table.uses.values():
+        if not use.startswith(OF_TUNE):
+            default_of(use)
+
+
+@pytest.mark.parametrize(("table", "file"), [(AGENTJET, "agentjet_keys.txt"), (TRINITY, "trinity_keys.txt")])
+def test_every_documented_key_has_a_row(table: Table, file: str) -> None:
+    documented = [line for line in (HERE / file).read_text().splitlines() if not line.startswith("#")]
+    for key in documented:
+        is_in_section = any(name.startswith(f"{key}.") for name in table.names)
+        assert key in table.names or table.reason(key) or is_in_section, key
+        assert not table.meant_by(key), key
+
+
+def test_the_page_of_sages_options_is_true() -> None:
+    """Its names and keys are those of the table, and a default that differs has its reason."""
+    rows = [line.strip("|").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    said: dict[str, set[str]] = {}
+    for names, there, keys, here, why in ([cell.strip(" `") for cell in row] for row in rows):
+        uses = [] if keys == "–" else keys.split("`, `")
+        defaults = [default_of(key) for key in uses if key != "sources"]
+        plain = [each.name if isinstance(each, Path) else "null" if each is None else str(each) for each in defaults]
+        assert here == ("`, `".join(plain) or "–"), names
+        assert why != "–" or plain == [there], names
+        for name in names.split("`, `"):
+            said.setdefault(name, set()).update(uses)
+    table = {name: {use} for name, use in SAGE.uses.items()}
+    for names, uses in [*INSTEAD.items(), *((names, "") for names in NOTHING)]:
+        for name in names.split():
+            table.setdefault(name.rpartition(".")[2], set()).update(filter(None, uses.split(", ")))
+    read = {
+        "algorithm",
+        "ppo_config",
+        "algorithm.adv_estimator",
+        "algorithm.use_kl_in_reward",
+        *(SAGE.names - SAGE.uses.keys()),
+    }
+    assert {name: uses for name, uses in said.items() if name not in read} == table
