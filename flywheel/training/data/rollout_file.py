@@ -162,7 +162,7 @@ def rollout_of(group: RolloutGroup, place: int) -> dict[str, Any]:
             line = file.read(group.rollouts[place].size)
     except OSError as error:
         raise _unreadable(group.path, error) from error
-    return parse_rollout(line, group.path, f"the line at byte {at}")
+    return _parsed(line, group.path, f"the line at byte {at}")
 
 
 def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[RolloutGroup]:
@@ -174,13 +174,18 @@ def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[Roll
 
 
 def _sized(path: Path, without: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rollouts of a file with the lengths of their lines, `without` the first lines. The incomplete last line of
-    a file that is appended to is left out."""
+    """The rollouts of a file with the lengths of their lines, `without` the first lines."""
+    for number, line in _numbered(path):
+        if number > without:
+            yield _parsed(line, path, f"line {number}"), len(line)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1, without the incomplete last line of one that is appended to.
+    Raises StoreError."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if number > without and line.endswith(b"\n"):
-                    yield parse_rollout(line, path, f"line {number}"), len(line)
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -196,19 +201,15 @@ def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | N
     Only lines about these tasks are parsed. The incomplete last line of a running round is left out. Raises
     StoreError.
     """
+    if not path.exists():
+        return None
     wanted = [task.encode() for task in tasks]
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") and any(task in line for task in wanted):
-                    answer = _answer(line, path, number)
-                    if answer["task_id"] in tasks and "suite" not in answer:
-                        found[answer["task_id"], answer["side"], answer["seed"]] = answer
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    for number, line in _numbered(path):
+        if any(task in line for task in wanted):
+            answer = _answer(line, path, number)
+            if answer["task_id"] in tasks and "suite" not in answer:
+                found[answer["task_id"], answer["side"], answer["seed"]] = answer
     return list(found.values())
 
 
@@ -255,16 +256,14 @@ def probability_class(logprob: float) -> int:
     return next(place for place, least in enumerate(PROBABILITIES) if math.exp(logprob) >= least)
 
 
-def parse_rollout(line: bytes, path: Path, place: str) -> dict[str, Any]:
+def _parsed(line: bytes, path: Path, place: str) -> dict[str, Any]:
     """The rollout of a line; `place` says where it is in the file. Raises StoreError."""
     try:
         rollout = orjson.loads(line)
     except orjson.JSONDecodeError:
         rollout = None
     if not isinstance(rollout, dict) or not rollout.keys() >= _KEYS:
-        raise StoreError(
-            f"read {path}", f"{place} is no rollout", "Something else has written to it; delete the line."
-        )
+        raise StoreError(f"read {path}", f"{place} is no rollout", REMEDY)
     return rollout
 
 

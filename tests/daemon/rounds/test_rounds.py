@@ -451,10 +451,10 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
     monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
-    works(tmp_path, monkeypatch, "echo started > $3/started-again")
     write_json(directory / "identity.json", {"tasks": "0" * 64, "version": "0.0.1"})
     write_json(directory / "progress.json", {"phase": "training", "paused": ""})
     with stray_worker(directory) as left:
+        works(tmp_path, monkeypatch, "echo started > $3/started-again")
         await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
         going = asyncio.create_task(wheel.rounds.finish_live())
         await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
