@@ -26,8 +26,8 @@ from flywheel.training.data.groups import Drop
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, Rollout, RolloutRequest
 
 REMEDY: Final = (
-    "Something else has written to it; put a copy from a backup in its place. If you remove it, its rollouts are"
-    " lost, and a round that is not over makes those of this step and of all behind it again."
+    "Something else has written to it. If you remove it, its rollouts are lost, and a round that is not over makes"
+    " those of this step and of all behind it again."
 )
 
 
