@@ -169,8 +169,8 @@ def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[Roll
     """The groups of rollouts, which come with the lengths of their lines."""
     names = ("step", "group", "task_id", "dropped")
     known = ((tuple(each[name] for name in names), RolloutSummary.of(each, size)) for each, size in rollouts)
-    for of_group, members in groupby(known, lambda pair: pair[0]):
-        yield RolloutGroup(*of_group, tuple(rollout for _, rollout in members))
+    for (step, group, task_id, dropped), members in groupby(known, lambda pair: pair[0]):
+        yield RolloutGroup(step, group, task_id, dropped, tuple(rollout for _, rollout in members))
 
 
 def _sized(path: Path, without: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -269,13 +269,14 @@ def _parsed(line: bytes, path: Path, place: str) -> dict[str, Any]:
 
 _COMPLETIONS: Final = TypeAdapter(Completion)
 _VERDICTS: Final = TypeAdapter[Verdict | None](Verdict | None)
-_OF_COMPLETION: Final = {
+_OF_COMPLETION: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("text", "samples", "steps", "missed", "turns", "forks", "truncated", "loop"), True),
     "calls": {"__all__": {"call_id", "name", "outcome", "repeats_trace"}},
     "run": {"reward", "metrics", "seconds"},
     "system_prompts": True,
 }
-_OF_VERDICT: Final = {
+"""What is stored of a completion and of a verdict, in the forms of pydantic's `include`."""
+_OF_VERDICT: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("outcome", "score", "error", "calls", "prompt_tokens", "completion_tokens"), True),
     "results": {"__all__": {"criterion", "choice", "value", "passed", "reason"}},
 }
@@ -286,7 +287,7 @@ def append_answer(directory: Path, rollout: Rollout, candidate: LoadedAdapter | 
     """Append an answer of the gate, which is the candidate's or else that of the deployed adapter. One about a
     suite's task names the suite."""
     task, made = rollout.request.prompt.task, _stored(rollout)
-    line = {
+    line: dict[str, Any] = {
         "task_id": task.task_id,
         **({"suite": task.suite} if task.suite else {}),
         "side": "candidate" if rollout.request.adapter == candidate else "deployed",
