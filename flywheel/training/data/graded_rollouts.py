@@ -125,7 +125,7 @@ def restored_batch(
         return RolloutBatch(
             tuple(restored(lines[request.group, request.seed], request, weights) for request in requests)
         )
-    except KeyError:
+    except (KeyError, ValueError):  # ValueError: of pydantic.
         raise TrainError(
             "go on with the rollouts of an earlier worker",
             f"{ROLLOUTS_DIR}/ has other rollouts than this round would make",

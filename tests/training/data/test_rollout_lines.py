@@ -44,10 +44,12 @@ def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
 
 def test_what_utf_8_and_json_cannot_have_is_replaced(tmp_path: Path) -> None:
     """Half of a surrogate pair, and what engines may return that is no number."""
-    made = replace(rollout(0, 1), completion=reply(prompt("t-0"), (8, 9), (float("nan"), -float("inf")), "\ud800 7"))
-    StoredSteps(tmp_path).append(0, RolloutBatch((made,)), "group")
+    completion = reply(prompt("t-0"), (8, 9), (float("nan"), -float("inf")), "\ud800 7")
+    completion = replace(completion, steps=({"role": "tool", "content": "\ud800"},))
+    StoredSteps(tmp_path).append(0, RolloutBatch((replace(rollout(0, 1), completion=completion),)), "group")
     [line] = rollouts(tmp_path)
     assert (line["answer"], line["samples"][0]["logprobs"][-2:]) == ("? 7", [None, None])
+    assert line["steps"] == [{"role": "tool", "content": "?"}]
 
 
 def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:

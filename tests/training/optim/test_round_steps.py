@@ -357,6 +357,15 @@ def test_the_weights_of_the_prefetched_step_are_reached_again(tmp_path: Path) ->
     assert run_of(tmp_path, differing, steps=6).most_updates == max(done)
 
 
+def test_a_round_goes_on_from_before_a_step_whose_rollouts_were_removed(tmp_path: Path) -> None:
+    """A later checkpoint was trained on them: they would be made again with its weights."""
+    with run_of(tmp_path, differing, steps=6) as run:
+        train(run, 4)
+    rollout_file.step_file(tmp_path, 2).unlink()
+    assert run_of(tmp_path, differing, steps=6).most_updates == 1
+    assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == {1}
+
+
 def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) -> None:
     """The rollouts are kept for people, but a further worker must not find the same lack of verdicts again."""
 
