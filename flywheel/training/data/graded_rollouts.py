@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flywheel.errors import TrainError
 from flywheel.records.round import ROLLOUTS_DIR
-from flywheel.system.files import PRIVATE, cut_torn_line, json_line, write_atomic
+from flywheel.system.files import PRIVATE, cut_torn_line, json_line, remove_temporary, write_atomic
 from flywheel.training.data.groups import Scale
 from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import (
@@ -22,7 +22,6 @@ from flywheel.training.data.rollout_file import (
     read_summary,
     restored,
     rollout_line,
-    rollouts_of_step,
     step_file,
     step_files,
     write_step,
@@ -83,14 +82,16 @@ class StoredSteps:
 
     def __init__(self, directory: Path, before: int = 0) -> None:
         """Earlier stages took so many steps `before`. Files behind the complete steps are removed: one that is not
-        usable, and those behind a step without a file, which were made with weights that further workers do not have.
-        Raises StoreError."""
+        usable, those behind a step without a file, which were made with weights that further workers do not have, and
+        what a worker left that was killed while it wrote one. Raises StoreError."""
         self._directory, self._before, self._complete = directory, before, 0
         while (path := self._path(self._complete)).exists() and read_summary(path)[0].is_usable:
             self._complete += 1
         for path in step_files(directory):
             if int(path.stem) > before + self._complete:
                 path.unlink()
+        if (folder := directory / ROLLOUTS_DIR).is_dir():
+            remove_temporary(folder)
 
     def _path(self, step: int) -> Path:
         return step_file(self._directory, self._before + step + 1)
@@ -103,7 +104,7 @@ class StoredSteps:
 
     def lines(self, step: int) -> dict[tuple[int, int], dict[str, Any]]:
         """The lines of a step by group and seed. Raises StoreError."""
-        return {(line["group"], line["seed"]): line for line in rollouts_of_step(self._path(step))}
+        return {(line["group"], line["seed"]): line for line in read_rollouts(self._path(step))}
 
     def append(self, step: int, batch: RolloutBatch, scale_rewards: Scale, *, is_usable: bool = True) -> None:
         """Write the rollouts of a step, which are on the disk before they are trained on. A further worker does not

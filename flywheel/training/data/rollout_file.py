@@ -144,13 +144,7 @@ def groups(directory: Path) -> Iterator[RolloutGroup]:
 
 def rollouts(directory: Path) -> Iterator[dict[str, Any]]:
     """The rollouts of a round in their order. Raises StoreError."""
-    for path in rollout_files(directory):
-        yield from read_rollouts(path) if path.name == OLD_ROLLOUTS_FILE else rollouts_of_step(path)
-
-
-def rollouts_of_step(path: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts in the file of a step. Raises StoreError."""
-    return (rollout for rollout, _ in _sized(path, without=1))
+    return (rollout for path in rollout_files(directory) for rollout in read_rollouts(path))
 
 
 def rollout_of(group: RolloutGroup, place: int) -> dict[str, Any]:
@@ -173,10 +167,11 @@ def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[Roll
         yield RolloutGroup(step, group, task_id, dropped, tuple(rollout for _, rollout in members))
 
 
-def _sized(path: Path, without: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rollouts of a file with the lengths of their lines, `without` the first lines."""
+def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rollouts of a file with the lengths of their lines."""
+    first = 2 if path.parent.name == ROLLOUTS_DIR else 1
     for number, line in _numbered(path):
-        if number > without:
+        if number >= first:
             yield _parsed(line, path, f"line {number}"), len(line)
 
 
@@ -238,7 +233,7 @@ PROBABILITIES: Final = (0.9, 0.5, 0.1, 0.0)
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts of a file that is appended to, without an incomplete last line. Raises StoreError."""
+    """The rollouts of a file, which is a step's or is appended to. Raises StoreError."""
     return (rollout for rollout, _ in _sized(path))
 
 

@@ -234,6 +234,7 @@ def test_a_kill_at_any_place_loses_no_graded_rollout(tmp_path: Path) -> None:
             seeds = graded.read()
         steps, store = StoredSteps(directory), GradedRollouts(directory)
         assert [len(steps.lines(step)) for step in range(len(steps))] == [4] * len(steps)
+        assert [path.name for path in directory.rglob(".0*")] == []
         found = {seed for step in range(len(steps)) for _, seed in steps.lines(step)}
         found |= {seed for seed in seeds if store.find(request(0, seed), RewardWeights()) is not None}
         assert found == set(seeds)
