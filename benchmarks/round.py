@@ -59,13 +59,13 @@ from flywheel.records.round import (
     LOG_FILE,
     METRICS_FILE,
     RESULT_FILE,
-    ROLLOUTS_FILE,
     SPEC_FILE,
     GateTest,
     RoundResult,
     RoundSpec,
 )
 from flywheel.system.files import write_atomic
+from flywheel.training.data import rollout_file
 from flywheel.training.data.round_directory import SYNC_DIR
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.step_times import PARTS, figures_of, times_of
@@ -102,7 +102,7 @@ def run_round(work: Work, directory: Path) -> dict[str, Any]:
         first_sync, cpu_seconds, ended = _watch(directory)
     steps = read_steps(directory)
     result = RoundResult.model_validate_json((directory / RESULT_FILE).read_bytes())
-    rollouts = [json.loads(line) for line in (directory / ROLLOUTS_FILE).read_text().splitlines()]
+    rollouts = list(rollout_file.rollouts(directory))
     used, _ = UsageFile(directory).read(0)
     calls = Counter({purpose: sum(each.calls for each in used if each.purpose is purpose) for purpose in Purpose})
     gate_calls = 2 * SAMPLES * work.held_out

@@ -44,7 +44,11 @@ def write(folder: Path, target: Path) -> int:
     members = {
         REPLIES_FILE: _replies(config.sources[0].path),
         ROUND_FILE: recorded.model_dump_json(indent=1).encode(),
-        **{name: (directory / name).read_bytes() for name in FILES},
+        **{
+            path.relative_to(directory).as_posix(): path.read_bytes()
+            for pattern in FILES
+            for path in sorted(directory.glob(pattern))
+        },
     }
     for name, content in members.items():
         _check(name, content.decode(), folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -62,8 +61,6 @@ def rollouts(
 
 def table_of(directory: Path) -> list[dict[str, Any]]:
     """Every rollout of a round, in short. Raises StoreError."""
-    from flywheel.records.round import ROLLOUTS_FILE
-
     return [
         {
             "step": group["step"],
@@ -75,7 +72,7 @@ def table_of(directory: Path) -> list[dict[str, Any]]:
             "failed": [item["criterion"] for item in rollout["criteria"] if not item["passed"]],
             "error": rollout["error"],
         }
-        for group in (_groups(directory, None, None) if (directory / ROLLOUTS_FILE).exists() else ())
+        for group in _groups(directory, None, None)
         for rollout in group["rollouts"]
     ]
 
@@ -108,43 +105,38 @@ def print_table(console: Console, rollouts: Iterable[Mapping[str, Any]]) -> None
 
 
 def _directory(config: Config, name: str) -> Path:
-    from flywheel.records.round import ROLLOUTS_FILE
+    from flywheel.training.data.rollout_file import rollout_files
 
     directory = config.state_dir / "rounds" / name
     attempted = f"show rollouts of {name}"
     if not re.fullmatch(r"r\d+|debug", name) or not directory.is_dir():
         why = f"there is no such round in {short_path(config.state_dir)}"
         raise StoreError(attempted, why, "`flywheel status` lists rounds; `debug` is the last debug round.")
-    if not (directory / ROLLOUTS_FILE).exists():
+    if not rollout_files(directory):
         hint = "A round writes them at the end of each step; retention.keep_days says when they are removed."
-        raise StoreError(attempted, f"there is no {ROLLOUTS_FILE} in {short_path(directory)}", hint)
+        raise StoreError(attempted, f"there is none in {short_path(directory)}", hint)
     return directory
 
 
 def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
-    from flywheel.records.round import ROLLOUTS_FILE
-    from flywheel.training.data.rollout_file import prompts_of, read_rollouts
+    from flywheel.training.data.rollout_file import groups, prompts_of, rollout_of
 
     prompts = prompts_of(directory)
-    selected = (
-        rollout
-        for rollout in read_rollouts(directory / ROLLOUTS_FILE)
-        if task in (None, rollout["task_id"]) and step in (None, rollout["step"])
-    )
-    for (number, _, task_id), members in groupby(
-        selected, lambda line: (line["step"], line["group"], line["task_id"])
-    ):
-        prompt, rollouts = prompts.get(task_id, {}), list(members)
+    for group in groups(directory):
+        if task not in (None, group.task_id) or step not in (None, group.step):
+            continue
+        prompt = prompts.get(group.task_id, {})
+        members = (rollout_of(group, place) for place in range(len(group.rollouts)))
         yield {
-            "step": number,
-            "task_id": task_id,
+            "step": group.step,
+            "task_id": group.task_id,
             "prompt": prompt.get("prompt", []),
             "question": prompt.get("query", ""),
-            "dropped": rollouts[0]["dropped"],
+            "dropped": group.dropped,
             "rollouts": [
                 {key: value for key, value in item.items() if key not in ("step", "task_id", "group", "dropped")}
-                for item in rollouts
+                for item in members
             ],
         }
 

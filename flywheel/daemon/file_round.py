@@ -59,7 +59,7 @@ class TuneResult:
             adapter that the round started from.
         reason: Why it is or is not, why it was not compared, or why the round was refused.
         comparison: The figures of that.
-        directory: The files of the round: `metrics.jsonl`, `rollouts.jsonl`, `worker.log` and others.
+        directory: The files of the round: `metrics.jsonl`, `rollouts/`, `worker.log` and others.
         reward_first, reward_last: Mean rewards of the first and the last step.
         left_out: Tasks that were not trained on, or held out and not measured, by id, with the reason.
         partly: Tasks of whose replies something was not trained on, by id, with the reason.

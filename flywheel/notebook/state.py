@@ -9,12 +9,11 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, select
 
 from flywheel.errors import StoreError
-from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store.kernel.database import STATE_FILE, is_missing, read_once
 from flywheel.store.kernel.schema import adapters, judge_models, rounds, tasks, verdicts
 from flywheel.store.verdicts import CHAIN, PERSON
 from flywheel.system.signals import run_coroutine
-from flywheel.training.data.rollout_file import prompts_of, read_rollouts
+from flywheel.training.data import rollout_file
 
 Row = dict[str, Any]
 PAGE: Final = 500
@@ -63,8 +62,8 @@ class State:
             names = ", ".join(row["round"] for row in known[-10:]) or "none"
             raise StoreError(f"read the rollouts of {round}", "there is no such round", f"The last rounds: {names}.")
         directory = self.directory / "rounds" / round
-        path, prompts = directory / ROLLOUTS_FILE, prompts_of(directory)
-        for rollout in read_rollouts(path) if path.exists() else ():
+        prompts = rollout_file.prompts_of(directory)
+        for rollout in rollout_file.rollouts(directory):
             yield {
                 "round": round,
                 **{name: rollout[name] for name in ("step", "task_id")},

@@ -16,8 +16,10 @@ from flywheel.system.terminal import quantity
 
 SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"
-ROLLOUT_INDEX_FILE = "rollouts.index.jsonl"
+ROLLOUTS_DIR = "rollouts"
+"""A file per step."""
+OLD_ROLLOUTS_FILE = "rollouts.jsonl"
+"""Of a round of an earlier version: those of all steps."""
 EVALUATION_FILE = "evaluation.jsonl"
 ANSWERS_FILE = "answers.jsonl"
 RESULT_FILE = "result.json"

@@ -1,7 +1,7 @@
 """The rollouts of a round: groups by reward, and one group with the conversation and the tokens of a rollout.
 
-Lists read the index of the rollouts, and the questions of the groups that they show. Of a group, only the rollout
-that is shown is read. So memory does not grow with the files of a round.
+Lists read the first line of each step's file, and the questions of the groups that they show. Of a group, only the
+rollout that is shown is read. So memory does not grow with the files of a round.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store.kernel.schema import rounds, tasks
 from flywheel.store.views import task_list
 from flywheel.training.data import rollout_file
 from flywheel.training.data.rollout_file import (
     DROPPED,
     PROBABILITIES,
-    IndexedGroup,
-    IndexedRollout,
+    RolloutGroup,
+    RolloutSummary,
     probability_class,
+    rollout_files,
 )
 from flywheel.web.site import Site, is_number, site_of
 
@@ -52,7 +52,7 @@ ENDS: Final = {
     "ungraded": "no reward",
     "untrained": "group not trained on",
 }
-ORDERS: Final[Mapping[str, tuple[str, Callable[[IndexedGroup], float]]]] = {
+ORDERS: Final[Mapping[str, tuple[str, Callable[[RolloutGroup], float]]]] = {
     "newest": ("newest step", lambda group: -group.step),
     "oldest": ("first step", lambda group: group.step),
     "lowest": ("lowest mean reward", lambda group: math.inf if group.mean is None else group.mean),
@@ -88,8 +88,8 @@ LEGENDS: Final[Mapping[str, Mapping[str, str]]] = {
 """The classes of each view in words."""
 REMOVED: Final = "a round writes them at the end of each step, and retention removes those of old rounds"
 
-Key = tuple[float, int]
-"""The place of a group in an order, which ends with the byte at which it begins."""
+Key = tuple[float, int, int]
+"""The place of a group in an order, which ends with its step and its number in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RolloutFilter:
     criterion: str
     end: str
     task: str
-    order: Callable[[IndexedGroup], float]
+    order: Callable[[RolloutGroup], float]
     after: Key | None
 
     @classmethod
@@ -141,21 +141,21 @@ class RolloutFilter:
         lowest, highest = (_bound(getattr(selection, name), default) for name, default in _BOUNDS)
         after = None
         if selection.after:
-            value, _, at = selection.after.partition(":")
-            after = float(value), int(at)
+            value, step, group = selection.after.split(":")
+            after = float(value), int(step), int(group)
         return cls(
             int(selection.step) if selection.step else None, lowest, highest, selection.criterion, selection.end,
             selection.task, ORDERS[selection.order or "newest"][1], after,
         )  # fmt: skip
 
-    def key(self, group: IndexedGroup) -> Key:
-        return self.order(group), group.at
+    def key(self, group: RolloutGroup) -> Key:
+        return self.order(group), group.step, group.group
 
     @property
     def has_bounds(self) -> bool:
         return self.lowest > -math.inf or self.highest < math.inf
 
-    def has_group(self, group: IndexedGroup) -> bool:
+    def has_group(self, group: RolloutGroup) -> bool:
         return (
             self.step in (None, group.step)
             and self.task in ("", group.task_id)
@@ -163,7 +163,7 @@ class RolloutFilter:
             and any(self.has_rollout(each) for each in group.rollouts)
         )
 
-    def has_rollout(self, rollout: IndexedRollout) -> bool:
+    def has_rollout(self, rollout: RolloutSummary) -> bool:
         if self.has_bounds and not self._is_within(rollout.reward):
             return False
         if self.criterion and self.criterion not in rollout.failed:
@@ -197,7 +197,7 @@ class Listed:
         criteria: The criteria that rollouts of the round did not meet.
     """
 
-    groups: list[IndexedGroup] = field(default_factory=list)
+    groups: list[RolloutGroup] = field(default_factory=list)
     count: int = 0
     rollouts: int = 0
     rewards: int = 0
@@ -211,7 +211,7 @@ class Listed:
     def mean(self) -> float | None:
         return self.total / self.rewards if self.rewards else None
 
-    def add(self, group: IndexedGroup, chosen: RolloutFilter) -> None:
+    def add(self, group: RolloutGroup, chosen: RolloutFilter) -> None:
         """Count a group of the selection."""
         self.count += 1
         for rollout in group.rollouts:
@@ -229,7 +229,7 @@ def listed(directory: Path, chosen: RolloutFilter) -> Listed:
     page = Listed()
     criteria: Counter[str] = Counter()
 
-    def selected() -> Iterable[IndexedGroup]:
+    def selected() -> Iterable[RolloutGroup]:
         for group in rollout_file.groups(directory):
             first, last = page.steps or (group.step, group.step)
             page.steps = min(first, group.step), max(last, group.step)
@@ -244,8 +244,7 @@ def listed(directory: Path, chosen: RolloutFilter) -> Listed:
     page.groups = nearest[:PER_PAGE]
     page.criteria = [name for name, _ in criteria.most_common()]
     if len(nearest) > PER_PAGE:
-        value, at = chosen.key(page.groups[-1])
-        page.more = f"{value!r}:{at}"
+        page.more = ":".join(map(repr, chosen.key(page.groups[-1])))
     return page
 
 
@@ -254,7 +253,7 @@ async def show_newest(request: Request) -> Response:
     site = site_of(request)
     newest = await site.read(_rounds)
     for row in newest:
-        if (Path(row.dir) / ROLLOUTS_FILE).exists():
+        if rollout_files(Path(row.dir)):
             return RedirectResponse(f"/rollouts/{row.name}")
     values = {"name": "", "rounds": newest, "has_debug": _has_debug(site), **_EMPTY}
     return site.page("rollouts.html", without="there is no round with rollouts yet", **values)
@@ -276,7 +275,7 @@ def _rounds(conn: Connection) -> list[Row[Any]]:
 
 
 def _has_debug(site: Site) -> bool:
-    return (site.config.state_dir / "rounds" / DEBUG / ROLLOUTS_FILE).exists()
+    return bool(rollout_files(site.config.state_dir / "rounds" / DEBUG))
 
 
 def _directory(name: str, site: Site, conn: Connection) -> Path | None:
@@ -298,8 +297,8 @@ async def show_list(request: Request) -> Response:
     directory = await _directory_of(site, name)
     others = await site.read(_rounds)
     values = {"name": name, "rounds": others, "has_debug": _has_debug(site), **_EMPTY, "selection": selection}
-    if not (directory / ROLLOUTS_FILE).exists():
-        return site.page("rollouts.html", without=f"there is no {ROLLOUTS_FILE} in {directory}: {REMOVED}", **values)
+    if not rollout_files(directory):
+        return site.page("rollouts.html", without=f"there are none in {directory}: {REMOVED}", **values)
     page = await asyncio.to_thread(listed, directory, chosen)
     questions = await site.read(task_list.questions, [group.task_id for group in page.groups])
     rows = [Shown(group, questions.get(group.task_id, ""), chosen) for group in page.groups]
@@ -310,7 +309,7 @@ async def show_list(request: Request) -> Response:
 class Shown:
     """A row of the list."""
 
-    group: IndexedGroup
+    group: RolloutGroup
     question: str
     chosen: RolloutFilter
 
@@ -319,7 +318,7 @@ class Shown:
         return key_of(self.group)
 
     @property
-    def rollouts(self) -> list[tuple[int, IndexedRollout, bool]]:
+    def rollouts(self) -> list[tuple[int, RolloutSummary, bool]]:
         """Place, rollout, and whether it is selected; the highest reward first."""
         return [(place, each, self.chosen.has_rollout(each)) for place, each in by_reward(self.group)]
 
@@ -341,17 +340,17 @@ class Shown:
         return dropped(self.group)
 
 
-def dropped(group: IndexedGroup) -> str:
+def dropped(group: RolloutGroup) -> str:
     """Why a group is not trained on; empty if it is."""
     return DROPPED.get(group.dropped, group.dropped) if group.dropped else ""
 
 
-def key_of(group: IndexedGroup) -> str:
+def key_of(group: RolloutGroup) -> str:
     """The group in the address of its page."""
     return f"{group.step}-{group.group}"
 
 
-def by_reward(group: IndexedGroup) -> list[tuple[int, IndexedRollout]]:
+def by_reward(group: RolloutGroup) -> list[tuple[int, RolloutSummary]]:
     """The rollouts with their places from 1, the highest reward first and those without one last."""
     places = list(enumerate(group.rollouts, 1))
     return sorted(places, key=lambda pair: (pair[1].reward is None, -(pair[1].reward or 0), pair[0]))
@@ -376,7 +375,7 @@ async def show(request: Request) -> Response:
     if group is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"{name} has no rollouts {key}.")
     place = int(numbers["rollout"]) if numbers["rollout"] else by_reward(group)[0][0]
-    rollout = await asyncio.to_thread(_rollout, directory, group, place)
+    rollout = await asyncio.to_thread(_rollout, group, place)
     if rollout is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The group has no rollout {place}.")
     samples = rollout["samples"]
@@ -417,7 +416,7 @@ def _start(sample: Mapping[str, Any], choice: str) -> int:
     return first // TOKENS_PER_PAGE * TOKENS_PER_PAGE
 
 
-def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGroup | None, IndexedGroup | None]:
+def _beside(directory: Path, key: str) -> tuple[RolloutGroup | None, RolloutGroup | None, RolloutGroup | None]:
     """A group by its key, and those before and after it."""
     before = match = None
     for group in rollout_file.groups(directory):
@@ -430,9 +429,9 @@ def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGrou
     return (match, before, None) if match is not None else (None, None, None)
 
 
-def _rollout(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any] | None:
+def _rollout(group: RolloutGroup, place: int) -> dict[str, Any] | None:
     """A rollout of a group by its place from 1."""
-    return rollout_file.rollout_of(directory, group, place - 1) if 0 < place <= len(group.rollouts) else None
+    return rollout_file.rollout_of(group, place - 1) if 0 < place <= len(group.rollouts) else None
 
 
 def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:

@@ -34,7 +34,8 @@ def config(tmp_path: Path, server: tuple[FakeVllm, str]) -> Path:
     adapter = tmp_path / "state" / "rounds" / "r0001" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "weights").write_text("one")
-    for name in ("result.json", "rollouts.jsonl"):
+    (adapter.parent / "rollouts").mkdir()
+    for name in ("result.json", "rollouts/0001.jsonl"):
         (adapter.parent / name).write_text("{}")
     write_state(tmp_path / "state", put_trained, 1, adapter, server[0])
     return write_config(

@@ -20,7 +20,7 @@ import pytest
 from demo import recording
 from demo.recording import RecordingError
 from flywheel.cli.demo import recorded_round
-from flywheel.cli.demo.recorded_round import FILES, REPLIES_FILE, ROUND_FILE
+from flywheel.cli.demo.recorded_round import REPLIES_FILE, ROUND_FILE
 from flywheel.errors import EXIT_FAILED
 from flywheel.records.round import METRICS_FILE
 from tests.factories.text_places import place_of
@@ -138,7 +138,8 @@ def test_the_shipped_recording_is_small_and_names_no_machine() -> None:
     size = Path(recorded_round.__file__).with_name("recorded.tar.xz").stat().st_size
     assert size <= recording.MOST_BYTES
     text = b"\n".join(shipped.files.values()).decode()
-    assert set(shipped.files) == {REPLIES_FILE, ROUND_FILE, *FILES}
+    steps = {f"rollouts/{number:04}.jsonl" for number in range(1, 13)}
+    assert set(shipped.files) == {REPLIES_FILE, ROUND_FILE, "metrics.jsonl", "evaluation.jsonl", *steps}
     assert set(re.findall(r"https?://([^:/\"]+)", text)) <= {"127.0.0.1"}
     assert not re.search(r"(?<![\w.<])/(?:home|root|work|tmp|usr|opt|mnt|data)/", text)
 

@@ -39,7 +39,7 @@ from tests.waiting import wait_for
 
 STORES = {
     "state.db", "tasks.jsonl", "calls/calls.db", "serving/calls-8000.db", "otlp/127.0.0.1-4399.sqlite",
-    "rounds/r0001/spec.json", "rounds/r0001/rollouts.jsonl", "rounds/r0001/worker.log",
+    "rounds/r0001/spec.json", "rounds/r0001/rollouts/0001.jsonl", "rounds/r0001/worker.log",
     "evaluations/e1/spec.json", "evaluations/e1/answers.jsonl", "evaluations/e1/worker.log",
     "datasets/sums.jsonl", "datasets/before.jsonl", *LEFT_BY_KILLED,
 }  # fmt: skip

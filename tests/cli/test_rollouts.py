@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flywheel.cli.rollouts import print_table, table_of
+from flywheel.training.data.rollout_file import step_file, write_step
 from tests.cli.conftest import Run
 from tests.cli.terminal import COMMANDS, EVIL, in_terminal
 from tests.factories.documented_json import compare, documented
-from tests.factories.rollout import REASON, STEPS, rollout, sample
+from tests.factories.rollout import IN_ONE_FILE, REASON, STEPS, rollout, sample
 
 QUESTION = "What is 3 plus 4? Think about it as long as you need, and put the final number into a box."
-
-
-"""A line of the first format."""
 
 
 def task(name: str, query: str = QUESTION) -> dict[str, Any]:
@@ -36,8 +35,8 @@ def write(state: Path, *rollouts: Any, name: str = "r0007") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tasks = {each["task_id"]: each for each in map(task, ("t-1", "t-2"))}
     (directory / "spec.json").write_text(json.dumps({"train": list(tasks.values()), "held_out": []}))
-    path = directory / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in rollouts))
+    path = step_file(directory, 1)
+    write_step(path, rollouts)
     return path
 
 
@@ -183,7 +182,7 @@ def test_the_line_that_a_worker_is_writing_is_left_out(flywheel: Run, folder: Pa
 
 def test_rollouts_without_the_tasks_of_the_round_are_shown_without_questions(flywheel: Run, folder: Path) -> None:
     path = write(folder / "state", rollout())
-    (path.parent / "spec.json").unlink()
+    (path.parents[1] / "spec.json").unlink()
     shown = flywheel("rollouts", "r0007").out
     assert "\\boxed{8}" in shown
     assert "Prompt" not in shown
@@ -203,25 +202,37 @@ def test_a_round_whose_rollouts_are_not_there_says_so(flywheel: Run, folder: Pat
     path.unlink()
     ran = flywheel("rollouts", "r0007", "--json")
     assert ran.code == 1
-    assert "there is no rollouts.jsonl in " in ran.json["error"]
+    assert "there is none in " in ran.json["error"]
     assert "retention.keep_days" in ran.err
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"step": 1}'])
 def test_a_line_that_is_no_rollout_is_named(flywheel: Run, folder: Path, line: str) -> None:
     path = write(folder / "state", rollout())
-    with path.open("a") as file:
-        file.write(f"{line}\n")
+    written = path.read_bytes()
+    path.write_bytes(written[: written.index(b"\n") + 1] + line.encode() + b"\n")
     ran = flywheel("rollouts", "r0007")
     assert ran.code == 1
-    assert "rollouts.jsonl: line 2 is no rollout." in ran.err
+    assert "rollouts/0001.jsonl: the line at byte" in ran.err
+
+
+def test_a_round_of_an_earlier_version_is_shown(flywheel: Run, folder: Path) -> None:
+    """Its rollouts of all steps are in one file."""
+    shutil.copytree(IN_ONE_FILE, folder / "state" / "rounds" / "r0001")
+    shown = flywheel("rollouts", "r0001", "--step", "2", "--task", "t-1")
+    assert shown.out.startswith("\nstep 2, t-1: 4 rollouts, mean reward 0.50\n")
+    made = flywheel("rollouts", "r0001", "--json", "--tokens").json["groups"]
+    assert [(group["step"], group["task_id"], len(group["rollouts"])) for group in made] == [
+        (1, "t-1", 4), (1, "t-2", 4), (2, "t-1", 4), (2, "t-2", 4)
+    ]  # fmt: skip
+    assert made[0]["rollouts"][0]["samples"][0]["text"][-2:] == ["se", "ven"]
 
 
 def test_the_table_fits_a_terminal_and_names_a_question_once(folder: Path) -> None:
     path = write(folder / "state", rollout(answer="你好" * 60), rollout(), rollout(step=2), name="debug")
     for columns in (80, 120):
         console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
-        print_table(console, table_of(path.parent))
+        print_table(console, table_of(path.parents[1]))
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert max(map(cell_len, lines)) <= columns
         assert " ".join(lines).count("What is 3 plus 4?") == 2

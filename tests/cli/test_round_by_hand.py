@@ -24,6 +24,7 @@ from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.store.kernel.database import read_once
+from flywheel.training.data.rollout_file import step_file, write_step
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.terminal import COMMANDS, EVIL
@@ -112,7 +113,7 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
 
 DEBUG = (
     'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
-    'cp rollouts.jsonl "$3/rollouts.jsonl"\n'
+    'cp -R rollouts "$3/rollouts"\n'
     'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
 )
 
@@ -121,8 +122,7 @@ DEBUG = (
 def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, work: Work, tmp_path: Path) -> None:
     work(DEBUG)
     undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge\nwas away\x1b", answer="")
-    lines = [rollout(steps=STEPS, answer=f"eight {EVIL}"), undecided]
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    write_step(step_file(tmp_path, 1), [rollout(steps=STEPS, answer=f"eight {EVIL}"), undecided])
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert not COMMANDS.search(ran.out)

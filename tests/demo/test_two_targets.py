@@ -23,6 +23,7 @@ from demo.wheel import Scene, Screen, Wheel
 from flywheel.cli.demo.questions import questions
 from flywheel.config.file import Config
 from flywheel.system.files import tree_sha256
+from flywheel.training.data import rollout_file
 from tests.demo.two_agents import OPERATIONS, SYSTEM, ask
 from tests.factories.demo_run import belongings
 from tests.waiting import until
@@ -130,7 +131,7 @@ def lines(path: Path) -> list[Json]:
 
 def check_own_tokens(directory: Path, target: str) -> None:
     """The samples of a round hold the calls of its target alone."""
-    found = lines(directory / "rollouts.jsonl")
+    found = list(rollout_file.rollouts(directory))
     assert found
     (other,) = (operation for name, operation in OPERATIONS.items() if name != target)
     for line in found:

@@ -20,7 +20,7 @@ from flywheel.records.round import (
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.tool_calls import SharedRecordings, ToolResult
 from flywheel.system.files import append_jsonl, json_line, write_json
-from flywheel.training.data.rollout_file import append
+from flywheel.training.data.rollout_file import step_file, write_step
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, IDENTITY_FILE
 from tests.factories.round import comparison, put_answers, round_spec
 from tests.factories.task import round_task
@@ -110,8 +110,9 @@ def put_erasable_round(directory: Path, *, is_over: bool = True) -> None:
         directory / "selection.jsonl", [{"task_id": task, "loss": 0.5, "text": TEXTS[task]} for task in TEXTS]
     )
     append_jsonl(directory / "metrics.jsonl", [{"event": "step", "step": 1, "steps": 2, "loss": 0.25, "at": "now"}])
-    for step, group, task in ((1, 0, GONE), (1, 1, STAYS), (2, 0, STAYS), (2, 1, GONE)):
-        append(directory, [rollout(task, step, group, seed) for seed in (0, 1)], is_complete=group == 1)
+    for step, tasks in ((1, (GONE, STAYS)), (2, (STAYS, GONE))):
+        made = [rollout(task, step, group, seed) for group, task in enumerate(tasks) for seed in (0, 1)]
+        write_step(step_file(directory, step), made)
     put_answers(directory, [GONE_HELD_OUT, STAYS_HELD_OUT], "{side} says {key}")
     path = directory / "evaluation.jsonl"
     path.write_bytes(
@@ -121,11 +122,9 @@ def put_erasable_round(directory: Path, *, is_over: bool = True) -> None:
         )
     )
     (directory / "worker.log").write_text(f"Traceback: {TEXTS[GONE]!r}\n")
-    (directory / ".rollouts.jsonl.0123abcd").write_text(TEXTS[GONE])
+    (directory / "rollouts" / ".0003.jsonl.0123abcd").write_text(TEXTS[GONE])
     if not is_over:
         append_jsonl(directory / "partial.jsonl", [{"weights": "w", **rollout(GONE, 0, 0, 7)}])
-        with (directory / "rollouts.jsonl").open("ab") as file:
-            file.write(json_line(rollout(GONE, 3, 0, 0))[:-40])
         (directory / "usage.jsonl").write_text(f'{{"calls": 1}}\n{{"calls": "{TEXTS[GONE].partition(chr(10))[0]}')
         write_json(directory / IDENTITY_FILE, {"tasks": "0" * 64})
 

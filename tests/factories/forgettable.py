@@ -39,7 +39,7 @@ LEFT_BY_KILLED: Final = (
 )  # fmt: skip
 """What processes leave that are killed while they write a file, read a copy or restore a backup."""
 OTHER: Final = "What is 20 plus 3?"
-LEFT: Final = {"rounds/r0001/rollouts.jsonl", "evaluations/e1/answers.jsonl", "tasks.jsonl"}
+LEFT: Final = {"rounds/r0001/rollouts/0001.jsonl", "evaluations/e1/answers.jsonl", "tasks.jsonl"}
 """Files that still have the other conversation."""
 
 
@@ -179,10 +179,10 @@ def finish(folder: Path) -> list[str]:
         for each in tasks
     ]
     for directory, name in (
-        (state / "rounds" / "r0001", "rollouts.jsonl"),
+        (state / "rounds" / "r0001", "rollouts/0001.jsonl"),
         (state / "evaluations" / "e1", "answers.jsonl"),
     ):
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         write_json(directory / "spec.json", round_spec(train=tasks).model_dump(mode="json"))
         append_jsonl(directory / name, answers)
         (directory / "worker.log").write_text(f"it failed at {PLANTED}\n")

@@ -24,8 +24,8 @@ def put(conn: Connection, directory: Path, number: int, *, adapter: bool, finish
 
 
 def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
-    directory.mkdir(parents=True)
-    for name in (*STAYS, "rollouts.jsonl", "worker.log"):
+    (directory / "rollouts").mkdir(parents=True)
+    for name in (*STAYS, "rollouts/0001.jsonl", "worker.log"):
         (directory / name).write_text("x" * 100)
     write_json(
         directory / "spec.json",

@@ -1,9 +1,12 @@
-"""Lines of `rollouts.jsonl`."""
+"""Lines of the rollouts of a round."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+IN_ONE_FILE = Path(__file__).parents[1] / "data" / "round_in_one_file"
+"""The directory of a round that a worker of an earlier version has ended: two steps of two tasks."""
 REASON = "The box holds 8, and 3 plus 4 is 7, which is easy to see when one counts on from four."
 CALL = {"function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}
 STEPS = [

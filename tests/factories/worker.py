@@ -25,6 +25,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.system.process_folder import PREFIX
+from flywheel.training.data import rollout_file
 from flywheel.training.data.round_progress import progress_of
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
@@ -69,7 +70,7 @@ class Done:
 
     @cached_property
     def rollouts(self) -> list[dict[str, Any]]:
-        return lines(self.directory / "rollouts.jsonl")
+        return list(rollout_file.rollouts(self.directory))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import flywheel as package
 from flywheel.errors import StoreError
 from flywheel.notebook import state
-from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store.kernel.database import Store
-from flywheel.training.data.rollout_file import rollout_line
+from flywheel.training.data.rollout_file import rollout_line, step_file, write_step
 from tests.cli.filter_bench import Bench
 from tests.factories.round import comparison, put_adapter, put_round
 from tests.training.data.rollouts import rollout
@@ -61,10 +59,8 @@ async def test_rounds_and_their_rollouts_are_flat_rows_beside_a_process_that_wri
     directory = tmp_path / "state" / "rounds" / "r0001"
     directory.mkdir(parents=True)
     results = (CriterionResult("correct", "yes", 1.0, True),)
-    for reward in (0.5, 1.0):
-        graded = replace(rollout(0, reward), verdict=Verdict(Outcome.ACCEPTED, reward, results))
-        with (directory / ROLLOUTS_FILE).open("a") as file:
-            file.write(json.dumps(rollout_line(graded, 1, 0.0)) + "\n")
+    graded = [replace(rollout(0, each), verdict=Verdict(Outcome.ACCEPTED, each, results)) for each in (0.5, 1.0)]
+    write_step(step_file(directory, 1), [rollout_line(each, 1, 0.0) for each in graded])
     found = package.open_state(str(tmp_path / "state"))
     first, second = found.rounds()
     assert (first["round"], first["adapter"], first["gain"]) == ("r0001", "r0001", 0.25)

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from flywheel.config.file import Config
-from flywheel.training.data.rollout_file import append
+from flywheel.training.data.rollout_file import step_file, write_step
 from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
 from tests.factories.rollout import rollout, sample
 from tests.web.conftest import NARROW, Check, Visitor, serving
@@ -23,7 +23,7 @@ def groups(page: Page) -> int:
 
 
 def test_a_recorded_round(check: Check, address: str) -> None:
-    """Its rollouts have no index."""
+    """Of an earlier version, which had the rollouts of all steps in one file."""
     page = check(f"{address}/rollouts")
     assert page.url.endswith("/rollouts/r0002")
     assert groups(page) == 25
@@ -66,7 +66,7 @@ def hostile_address(own_state: Config) -> Iterator[str]:
     miss = rollout(reward=None, advantage=None, criteria=[], error=HOSTILE, samples=[])
     for each, missed in ((evil, False), (miss, True)):
         each |= {"missed": missed, "dropped": None, "task_id": HOSTILE}
-    append(directory, [evil, miss])
+    write_step(step_file(directory, 1), [evil, miss])
     with serving(own_state) as address:
         yield address
 
@@ -86,7 +86,7 @@ def debug_address(own_state: Config) -> Iterator[str]:
     """The pages of a debug round with one rollout, and of a round whose rollouts were removed."""
     directory = own_state.state_dir / "rounds" / "debug"
     directory.mkdir()
-    append(directory, [rollout(missed=False, dropped=None, advantage=0.5)])
+    write_step(step_file(directory, 1), [rollout(missed=False, dropped=None, advantage=0.5)])
     (own_state.state_dir / "rounds" / "r0001" / "rollouts.jsonl").unlink()
     with serving(own_state) as address:
         yield address
@@ -99,9 +99,9 @@ def test_rollouts_that_were_removed_say_so(debug_address: str, check: Check, vis
 
 
 def test_a_step_appears_while_the_page_is_open(debug_address: str, visitor: Visitor, own_state: Config) -> None:
-    page = visitor.open(f"{debug_address}/rollouts/r0002")
-    assert page.locator("table.groups tbody tr td:first-child").first.inner_text() == "12"
-    append(own_state.state_dir / "rounds" / "r0002", [rollout(step=13, missed=False, dropped=None)])
+    page = visitor.open(f"{debug_address}/rollouts/debug")
+    assert page.locator("table.groups tbody tr td:first-child").first.inner_text() == "1"
+    write_step(step_file(own_state.state_dir / "rounds" / "debug", 13), [line(13, 0)])
     page.locator("table.groups tbody tr td:first-child", has_text="13").wait_for()
     visitor.check(page)
 
@@ -156,8 +156,8 @@ def line(step: int, group: int, **values: Any) -> dict[str, Any]:
 def round_directory(tmp_path: Path) -> Path:
     """40 steps of 2 groups of 2 rollouts: rewards step/40 and 1 - step/40 in group 0, none in group 1."""
     for step in range(1, 41):
-        append(
-            tmp_path,
+        write_step(
+            step_file(tmp_path, step),
             [
                 line(step, 0, reward=step / 40, criteria=[], truncated=step == 7),
                 line(step, 0, reward=1 - step / 40),

@@ -18,9 +18,6 @@ from flywheel.config.file import Config
 from flywheel.errors import ExportError
 from flywheel.records.round import (
     ADAPTER_DIR,
-    EVALUATION_FILE,
-    METRICS_FILE,
-    ROLLOUTS_FILE,
     Frozen,
     GateTest,
     RoundResult,
@@ -37,8 +34,8 @@ from flywheel.training.gate.gate import decide
 ROUND_FILE: Final = "round.json"
 REPLIES_FILE: Final = "replies.sql"
 """The Studio database as SQL: smaller than its file, which has the indexes too."""
-FILES: Final = (METRICS_FILE, ROLLOUTS_FILE, EVALUATION_FILE)
-"""What the pages read of a round's directory."""
+FILES: Final = ("metrics.jsonl", "evaluation.jsonl", "rollouts/*.jsonl")
+"""What the pages read of a round's directory, as patterns."""
 
 
 class RecordedRound(Frozen):
@@ -137,8 +134,8 @@ def store(conn: Connection, recorded: RecordedRound, config: Config) -> Row[Any]
 
 def write_files(recording: Recording, directory: Path) -> None:
     """Write the files of the round that its pages read into its directory."""
-    make_private(directory)
-    for name in FILES:
+    for name in recording.files.keys() - {ROUND_FILE, REPLIES_FILE}:
+        make_private((directory / name).parent)
         write_atomic(directory / name, recording.files[name], mode=PRIVATE)
 
 

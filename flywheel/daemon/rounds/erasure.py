@@ -27,8 +27,6 @@ from flywheel.records.round import (
     LOG_FILE,
     LONGEST_SYSTEM_PROMPT,
     RESULT_FILE,
-    ROLLOUT_INDEX_FILE,
-    ROLLOUTS_FILE,
     SPEC_FILE,
     Probe,
 )
@@ -48,7 +46,7 @@ from flywheel.system.files import (
 )
 from flywheel.system.lock import alone_in
 from flywheel.training.data.rollout import system_prompts_of
-from flywheel.training.data.rollout_file import write_index
+from flywheel.training.data.rollout_file import rollout_files
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
 
 ROUNDS_DIR: Final = "rounds"
@@ -216,7 +214,7 @@ def _json_files(directory: Path) -> tuple[list[Path], list[Path]]:
     """Those with one JSON value, and those with one in each line."""
     files = [path for path in _files(directory) if not path.name.startswith(".")]
     objects, lists = ([path for path in files if path.suffix == suffix] for suffix in (".json", ".jsonl"))
-    return objects, [path for path in lists if path.name != ROLLOUT_INDEX_FILE]
+    return objects, lists
 
 
 def _names(directory: Path, keys: Set[str]) -> bool:
@@ -255,19 +253,12 @@ def _left(line: bytes, keys: Set[str], system_prompts: frozenset[str]) -> bytes:
 
 def _erase_from_lines(path: Path, keys: Set[str], system_prompts: frozenset[str]) -> bool:
     """Rewrite a file of lines without erased tasks, and without an incomplete last line; whether it has changed."""
-    is_rollouts, index = path.name == ROLLOUTS_FILE, path.with_name(ROLLOUT_INDEX_FILE)
-    has_index = is_rollouts and index.exists()
     with path.open("rb") as file:
         is_torn = bool(torn_line(file))
     changes = is_torn or any(_left(line, keys, system_prompts) is not line for line in _lines(path))
     if changes:
-        if has_index:
-            # Of the rollouts before. Without its lines, the rollouts are read as a whole.
-            write_atomic(index, b"")
         with whole_file(path) as file:
             file.writelines(_left(line, keys, system_prompts) for line in _lines(path))
-    if has_index and not index.stat().st_size:
-        write_index(path.parent)
     return changes
 
 
@@ -296,8 +287,7 @@ def _system_prompts(directory: Path, keys: Set[str]) -> frozenset[str]:
         for task in orjson.loads((directory / SPEC_FILE).read_bytes())["train"]:
             if task["task_id"] not in keys:
                 found.update(system_prompts_of(task["prompt"]))
-    rollouts = directory / ROLLOUTS_FILE
-    for line in _lines(rollouts) if rollouts.exists() else ():
+    for line in (line for path in rollout_files(directory) for line in _lines(path)):
         value = _parsed(line)
         if isinstance(value, dict) and value.get("task_id") not in keys:
             found.update(value.get("system_prompts", ()))

@@ -54,7 +54,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import file_identity, tree_sha256
 from flywheel.system.heartbeat import beat
-from flywheel.training.data.round_directory import END_FILE, clear, version_of
+from flywheel.training.data.round_directory import END_FILE, clear, has_format, version_of
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
 
@@ -627,10 +627,14 @@ def _ab_test(config: Config, urls: Collection[str]) -> ABTestRequest | None:
 
 def _end_other_version(name: str, directory: Path) -> None:
     """Ask an adopted worker to end at its next checkpoint if its version is another one: this daemon may not read its
-    result."""
-    if (version := version_of(directory)) not in (None, __version__):
+    result. It is left to end where a further worker could not go on with its files."""
+    if (version := version_of(directory)) in (None, __version__):
+        return
+    if has_format(directory):
         log.info("%s: its worker is of version %s, and ends at its next checkpoint", name, version)
         (directory / END_FILE).touch()
+    else:
+        log.info("%s: its worker is of version %s, and goes on: its files have another format", name, version)
 
 
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -1,43 +1,31 @@
 """Graded rollouts that a worker finds when it is started again, so that neither engine nor judge do their work twice.
 
-`rollouts.jsonl` has those of complete steps, and `partial.jsonl` those of the unfinished step or comparison, each
-appended as soon as it is graded.
+Those of a complete step are in its file (`rollout_file`), and those of unfinished steps or of a comparison in
+`partial.jsonl`, each appended as soon as it is graded.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.errors import StoreError, TrainError
-from flywheel.records.program_run import RunResult
-from flywheel.records.round import ROLLOUT_INDEX_FILE, ROLLOUTS_FILE
-from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.system.files import PRIVATE, cut_torn_line, json_line, write_atomic
+from flywheel.errors import TrainError
+from flywheel.records.round import ROLLOUTS_DIR
+from flywheel.system.files import PRIVATE, cut_torn_line, json_line, remove_temporary, write_atomic
 from flywheel.training.data.groups import Scale
-from flywheel.training.data.rollout import (
-    AnsweredCall,
-    CallOutcome,
-    Completion,
-    RewardWeights,
-    Rollout,
-    RolloutBatch,
-    RolloutRequest,
-)
+from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import (
-    IndexedGroup,
-    append_rollouts,
-    groups,
-    index_line,
     read_rollouts,
+    read_summary,
+    restored,
     rollout_line,
-    rollout_of,
+    step_file,
+    step_files,
+    write_step,
 )
-from flywheel.training.data.samples import Sample
 
 PARTIAL_FILE: Final = "partial.jsonl"
 
@@ -90,50 +78,44 @@ def _key(request: RolloutRequest) -> Key:
 
 
 class StoredSteps:
-    """The complete steps of a stage in `rollouts.jsonl`, counted from 0."""
+    """The complete steps of a stage, counted from 0: those that a further worker goes on with."""
 
     def __init__(self, directory: Path, before: int = 0) -> None:
-        """Earlier stages took so many steps `before`. An incomplete step at the end of the file, which a worker was
-        writing when it died, is removed."""
-        self._directory, self._before = directory, before
-        self._groups: dict[int, list[IndexedGroup]] = {}
-        complete: list[IndexedGroup] = []
-        found: list[IndexedGroup] = []
-        with contextlib.suppress(StoreError):
-            for group in groups(directory):
-                found.append(group)
-                if group.is_last:
-                    complete += found
-                    found = []
-        for group in complete:
-            self._groups.setdefault(group.step - before - 1, []).append(group)
-        _shorten(directory / ROLLOUTS_FILE, complete[-1].end if complete else 0)
-        _shorten(directory / ROLLOUT_INDEX_FILE, sum(len(index_line(group)) for group in complete))
+        """Earlier stages took so many steps `before`. Files behind the complete steps are removed: one that is not
+        usable, those behind a step without a file, which were made with weights that further workers do not have, and
+        what a worker left that was killed while it wrote one. Raises StoreError."""
+        self._directory, self._before, self._complete = directory, before, 0
+        while (path := self._path(self._complete)).exists() and read_summary(path)[0].is_usable:
+            self._complete += 1
+        for path in step_files(directory):
+            if int(path.stem) > before + self._complete:
+                path.unlink()
+        if (folder := directory / ROLLOUTS_DIR).is_dir():
+            remove_temporary(folder)
+
+    def _path(self, step: int) -> Path:
+        return step_file(self._directory, self._before + step + 1)
 
     def __len__(self) -> int:
-        return sum(step >= 0 for step in self._groups)
+        return self._complete
 
     def __contains__(self, step: int) -> bool:
-        return step in self._groups
+        return step < self._complete
 
     def lines(self, step: int) -> dict[tuple[int, int], dict[str, Any]]:
         """The lines of a step by group and seed. Raises StoreError."""
-        found = [
-            rollout_of(self._directory, group, place)
-            for group in self._groups[step]
-            for place in range(len(group.rollouts))
-        ]
-        return {(line["group"], line["seed"]): line for line in found}
+        return {(line["group"], line["seed"]): line for line in read_rollouts(self._path(step))}
 
     def append(self, step: int, batch: RolloutBatch, scale_rewards: Scale, *, is_usable: bool = True) -> None:
-        """Append the rollouts of a step, which are on the disk before they are trained on. A further worker removes
-        them unless they are usable."""
-        append_rollouts(self._directory, self._before + step + 1, batch, scale_rewards, is_complete=is_usable)
-
-
-def _shorten(path: Path, size: int) -> None:
-    if path.exists() and path.stat().st_size > size:
-        os.truncate(path, size)
+        """Write the rollouts of a step, which are on the disk before they are trained on. A further worker does not
+        go on with them unless they are usable."""
+        pairs, dropped = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True), batch.dropped
+        number = self._before + step + 1
+        lines = [
+            rollout_line(rollout, number, advantage, dropped.get(rollout.request.group))
+            for rollout, advantage in pairs
+        ]
+        write_step(self._path(step), lines, is_usable=is_usable)
 
 
 def restored_batch(
@@ -144,42 +126,9 @@ def restored_batch(
         return RolloutBatch(
             tuple(restored(lines[request.group, request.seed], request, weights) for request in requests)
         )
-    except KeyError:
+    except (KeyError, ValueError):  # ValueError: of pydantic.
         raise TrainError(
             "go on with the rollouts of an earlier worker",
-            f"{ROLLOUTS_FILE} has other rollouts than this round would make",
-            f"Remove {ROLLOUTS_FILE} and {ROLLOUT_INDEX_FILE} from the round's directory: it then starts over.",
+            f"{ROLLOUTS_DIR}/ has other rollouts than this round would make",
+            "Remove identity.json from the round's directory: all of its rollouts are then made and judged again.",
         ) from None
-
-
-def restored(line: Mapping[str, Any], request: RolloutRequest, weights: RewardWeights) -> Rollout:
-    """The rollout of a line (`rollout_line`), equal to the one that was written as far as training and figures use
-    it: without ids and results of calls, which are in its steps."""
-    verdict, run = line["verdict"], line.get("program")
-    completion = Completion(
-        text=line["answer"],
-        samples=tuple(
-            Sample(tuple(each["token_ids"]), tuple(map(bool, each["loss_mask"])), tuple(each["logprobs"]))
-            for each in line["samples"]
-        ),
-        texts=tuple(tuple(each["text"]) for each in line["samples"]),
-        steps=tuple(line["steps"]),
-        calls=tuple(
-            AnsweredCall("", each["name"], CallOutcome(each["outcome"]), repeats_trace=each["repeats_trace"])
-            for each in line["calls"]
-        ),
-        missed=line["missed"],
-        turns=line["turns"],
-        forks=line["forks"],
-        truncated=line["truncated"],
-        loop=line.get("loop", ""),
-        error="" if verdict is not None else line["error"],
-        run=None if run is None else RunResult(run["reward"], metrics=run["metrics"], seconds=run["seconds"]),
-        cause=(run and run["failure"]) or "",
-        system_prompts=tuple(line["system_prompts"]),
-    )
-    if verdict is None:
-        return Rollout(request, completion, None, weights)
-    results = tuple(CriterionResult(**each) for each in line["criteria"])
-    judged = Verdict(results=results, **{**verdict, "outcome": Outcome(verdict["outcome"])})
-    return Rollout(request, completion, judged, weights)

@@ -1,36 +1,38 @@
-"""Stored rollouts of a round: `rollouts.jsonl` with its index, `evaluation.jsonl` with the gate's answers.
+"""Stored rollouts of a round: a file per step in `rollouts/`, and `evaluation.jsonl` with the gate's answers.
 
-With the index, a list of the groups and a single group are read without the tokens of all others. What the index
-lacks (a step that is being written, or all if it was deleted) is read from the rollouts themselves.
+The file of a step appears whole. Its first line has what lists of groups show, so that they read no tokens; each
+other line is a rollout. A round of an earlier version has the rollouts of all steps in one file without such lines,
+which is only read.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from flywheel.errors import StoreError
-from flywheel.records.round import ANSWERS_FILE, EVALUATION_FILE, ROLLOUT_INDEX_FILE, ROLLOUTS_FILE, SPEC_FILE
+from flywheel.records.round import ANSWERS_FILE, EVALUATION_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_DIR, SPEC_FILE
 from flywheel.records.verdict import Verdict
-from flywheel.system.files import PRIVATE, append_jsonl, append_lines, json_line, write_atomic
-from flywheel.training.data.groups import Drop, Scale
-from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, RolloutBatch
-from flywheel.training.data.samples import Sample
+from flywheel.system.files import PRIVATE, append_jsonl, json_line, make_private, sync, whole_file, write_atomic
+from flywheel.training.data.groups import Drop
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, Rollout, RolloutRequest
 
-MOST_SCANNED: Final = 2
-"""How many files without a whole index are remembered."""
+REMEDY: Final = (
+    "Something else has written to it. If you remove it, its rollouts are lost, and a round that is not over makes"
+    " those of this step and of all behind it again."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class IndexedRollout:
+class RolloutSummary:
     """What is known of a rollout without reading its line, which has `size` bytes. `failed` are the criteria that
     were not met."""
 
@@ -42,29 +44,23 @@ class IndexedRollout:
     failed: tuple[str, ...]
 
     @classmethod
-    def of(cls, rollout: Mapping[str, Any], size: int) -> IndexedRollout:
+    def of(cls, rollout: Mapping[str, Any], size: int) -> Self:
         failed = tuple(each["criterion"] for each in rollout["criteria"] if not each["passed"])
         known = {name: rollout[name] for name in ("reward", "advantage", "truncated", "missed")}
         return cls(size, **known, failed=failed)
 
 
 @dataclass(frozen=True)
-class IndexedGroup:
-    """The rollouts of one prompt in one step, whose lines follow each other from the byte `at`. With the last one
-    of a step, the step was written whole."""
+class RolloutGroup:
+    """The rollouts of one prompt in one step, whose lines follow each other in the file `path` from the byte `at`."""
 
-    at: int
     step: int
     group: int
     task_id: str
     dropped: str | None
-    rollouts: tuple[IndexedRollout, ...]
-    is_last: bool = field(default=False, compare=False)
-
-    @property
-    def end(self) -> int:
-        """The byte after the last line."""
-        return self.at + sum(each.size for each in self.rollouts)
+    rollouts: tuple[RolloutSummary, ...]
+    path: Path = field(default=Path(), compare=False)
+    at: int = field(default=0, compare=False)
 
     @cached_property
     def rewards(self) -> list[float]:
@@ -81,155 +77,110 @@ class IndexedGroup:
         return max(self.rewards) - min(self.rewards) if self.rewards else None
 
 
-def append(directory: Path, rollouts: Sequence[Mapping[str, Any]], *, is_complete: bool = True) -> None:
-    """Append the rollouts of a step to those of a round, and to the index. Those of a group follow each other.
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """The first line of a step's file. `is_usable`: whether a further worker may go on with its rollouts."""
 
-    The rollouts come first: a process that dies in between leaves an index that lacks the last step.
-    """
-    path = directory / ROLLOUTS_FILE
-    at = path.stat().st_size if path.exists() else 0
-    lines = [json_line(rollout) for rollout in rollouts]
-    append_lines(path, lines)
-    entries = list(_grouped(zip(rollouts, map(len, lines), strict=True), at))
-    entries[-1:] = [replace(group, is_last=is_complete) for group in entries[-1:]]
-    append_lines(directory / ROLLOUT_INDEX_FILE, [index_line(group) for group in entries])
+    is_usable: bool
+    groups: tuple[RolloutGroup, ...]
 
 
-def write_index(directory: Path) -> None:
-    """Write the index of all rollouts again. No step is marked as whole: a worker would start over."""
-    lines = [index_line(group) for group in _grouped(_read(directory / ROLLOUTS_FILE, 0), 0)]
-    write_atomic(directory / ROLLOUT_INDEX_FILE, b"".join(lines))
+_SUMMARIES: Final = TypeAdapter(StepSummary)
 
 
-def groups(directory: Path) -> Iterator[IndexedGroup]:
-    """The groups of a round in their order; none without rollouts. Raises StoreError."""
-    path = directory / ROLLOUTS_FILE
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return
-    end = 0
-    for group in _indexed(directory / ROLLOUT_INDEX_FILE, size):
-        if group.at != end:
-            break
-        end = group.end
-        yield group
-    if end < size:
-        yield from _scans.groups(path, end)
+def step_file(directory: Path, step: int) -> Path:
+    """The file of a step, which counts from 1."""
+    return directory / ROLLOUTS_DIR / f"{step:04}.jsonl"
 
 
-def rollout_of(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any]:
-    """The rollout at a place of a group, counted from 0, as `read_rollouts` gives it. Raises StoreError."""
-    path = directory / ROLLOUTS_FILE
-    at = group.at + sum(each.size for each in group.rollouts[:place])
+def write_step(path: Path, rollouts: Iterable[Mapping[str, Any]], *, is_usable: bool = True) -> None:
+    """Write the rollouts of a step, of which those of a group follow each other. When it returns, they are on the
+    disk."""
+    made = [(rollout, json_line(rollout)) for rollout in rollouts]
+    groups = tuple(_grouped((rollout, len(line)) for rollout, line in made))
+    place = {"groups": {"__all__": {"path", "at"}}}
+    first = _SUMMARIES.dump_python(StepSummary(is_usable, groups), mode="json", exclude=place)
+    make_private(path.parent)
+    with whole_file(path, mode=PRIVATE) as file:
+        file.writelines((json_line(first), *(line for _, line in made)))
+    sync(path.parent.parent)
+
+
+def read_summary(path: Path) -> tuple[StepSummary, int]:
+    """What the first line of a step's file has, and the length of that line. Raises StoreError."""
     try:
         with path.open("rb") as file:
+            line = file.readline()
+        return _SUMMARIES.validate_json(line), len(line)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValidationError:
+        raise StoreError(f"read {path}", "its first line is no summary of a step", REMEDY) from None
+
+
+def step_files(directory: Path) -> list[Path]:
+    """The files of the steps in their order."""
+    return sorted((directory / ROLLOUTS_DIR).glob("[0-9]*.jsonl"), key=lambda path: int(path.stem))
+
+
+def rollout_files(directory: Path) -> list[Path]:
+    """The files with the rollouts of a round in their order; of an earlier version, one of all steps."""
+    old = directory / OLD_ROLLOUTS_FILE
+    return [old] if old.exists() else step_files(directory)
+
+
+def groups(directory: Path) -> Iterator[RolloutGroup]:
+    """The groups of a round in their order; none without rollouts. Raises StoreError."""
+    for path in rollout_files(directory):
+        if path.name == OLD_ROLLOUTS_FILE:
+            found, at = _grouped(_sized(path)), 0
+        else:
+            summary, at = read_summary(path)
+            found = iter(summary.groups)
+        for group in found:
+            yield replace(group, path=path, at=at)
+            at += sum(each.size for each in group.rollouts)
+
+
+def rollouts(directory: Path) -> Iterator[dict[str, Any]]:
+    """The rollouts of a round in their order. Raises StoreError."""
+    return (rollout for path in rollout_files(directory) for rollout in read_rollouts(path))
+
+
+def rollout_of(group: RolloutGroup, place: int) -> dict[str, Any]:
+    """The rollout at a place of a group, counted from 0. Raises StoreError."""
+    at = group.at + sum(each.size for each in group.rollouts[:place])
+    try:
+        with group.path.open("rb") as file:
             file.seek(at)
             line = file.read(group.rollouts[place].size)
     except OSError as error:
-        raise _unreadable(path, error) from error
-    found = parse_rollout(line, path, f"the line at byte {at}")
-    if (found["step"], found["group"], found["task_id"]) != (group.step, group.group, group.task_id):
-        raise StoreError(
-            f"read {path}",
-            f"the line at byte {at} is of another group than its index says",
-            f"Something else has written to it; delete {ROLLOUT_INDEX_FILE} beside it.",
-        )
-    return found
+        raise _unreadable(group.path, error) from error
+    return _parsed(line, group.path, f"the line at byte {at}")
 
 
-def _indexed(path: Path, size: int) -> Iterator[IndexedGroup]:
-    """The groups of the index up to the first that cannot be: the rollouts have only `size` bytes."""
+def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[RolloutGroup]:
+    """The groups of rollouts, which come with the lengths of their lines."""
+    names = ("step", "group", "task_id", "dropped")
+    known = ((tuple(each[name] for name in names), RolloutSummary.of(each, size)) for each, size in rollouts)
+    for (step, group, task_id, dropped), members in groupby(known, lambda pair: pair[0]):
+        yield RolloutGroup(step, group, task_id, dropped, tuple(rollout for _, rollout in members))
+
+
+def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rollouts of a file with the lengths of their lines."""
+    first = 2 if path.parent.name == ROLLOUTS_DIR else 1
+    for number, line in _numbered(path):
+        if number >= first:
+            yield _parsed(line, path, f"line {number}"), len(line)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1, without the incomplete last line of one that is appended to.
+    Raises StoreError."""
     try:
         with path.open("rb") as file:
-            for line in file:
-                group = _group(line)
-                if group is None or group.end > size:
-                    return
-                yield group
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def index_line(group: IndexedGroup) -> bytes:
-    """The line of a group in the index."""
-    values = [
-        [each.size, each.reward, each.advantage, int(each.truncated), int(each.missed), *each.failed]
-        for each in group.rollouts
-    ]
-    return json_line({**asdict(group), "rollouts": values})
-
-
-def _group(line: bytes) -> IndexedGroup | None:
-    """The group of a line; None if it is incomplete."""
-    try:
-        found = orjson.loads(line)
-        rollouts = tuple(
-            IndexedRollout(size, reward, advantage, bool(truncated), bool(missed), tuple(failed))
-            for size, reward, advantage, truncated, missed, *failed in found.pop("rollouts")
-        )
-        return IndexedGroup(**found, rollouts=rollouts)
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _grouped(rollouts: Iterator[tuple[Mapping[str, Any], int]], at: int) -> Iterator[IndexedGroup]:
-    """The groups of rollouts, which come with the lengths of their lines, of which the first begins at `at`."""
-    known = (
-        ((each["step"], each["group"], each["task_id"], each["dropped"]), IndexedRollout.of(each, size))
-        for each, size in rollouts
-    )
-    for (step, number, task_id, dropped), members in groupby(known, lambda pair: pair[0]):
-        group = IndexedGroup(at, step, number, task_id, dropped, tuple(rollout for _, rollout in members))
-        at = group.end
-        yield group
-
-
-class _Scans:
-    """Remembers the index lines of what was read from rollouts without an index, so that it is read once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[tuple[Path, int, int], tuple[list[bytes], int]] = {}
-
-    def groups(self, path: Path, start: int) -> Iterator[IndexedGroup]:
-        """The groups from the byte `start`. The last one is read again, as a step may still be being written."""
-        with self._lock:
-            key = path, path.stat().st_ino, start
-            lines, end = self._found.pop(key, ([], start))
-            if end > path.stat().st_size:
-                lines, end = [], start
-            last = None
-            for group in _grouped(_read(path, end), end):
-                if last is not None:
-                    lines.append(index_line(last))
-                last = group
-            self._found[key] = lines, last.at if last is not None else end
-            while len(self._found) > MOST_SCANNED:
-                del self._found[next(iter(self._found))]
-            known = len(lines)
-        for line in lines[:known]:
-            if (found := _group(line)) is not None:
-                yield found
-        if last is not None:
-            yield last
-
-
-_scans: Final = _Scans()
-
-
-def _read(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rollouts from the byte `start`, with the lengths of their lines."""
-    at = start
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield parse_rollout(line, path, f"the line at byte {at}"), len(line)
-                    at += len(line)
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -245,19 +196,15 @@ def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | N
     Only lines about these tasks are parsed. The incomplete last line of a running round is left out. Raises
     StoreError.
     """
+    if not path.exists():
+        return None
     wanted = [task.encode() for task in tasks]
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") and any(task in line for task in wanted):
-                    answer = _answer(line, path, number)
-                    if answer["task_id"] in tasks and "suite" not in answer:
-                        found[answer["task_id"], answer["side"], answer["seed"]] = answer
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.") from error
+    for number, line in _numbered(path):
+        if any(task in line for task in wanted):
+            answer = _answer(line, path, number)
+            if answer["task_id"] in tasks and "suite" not in answer:
+                found[answer["task_id"], answer["side"], answer["seed"]] = answer
     return list(found.values())
 
 
@@ -286,14 +233,8 @@ PROBABILITIES: Final = (0.9, 0.5, 0.1, 0.0)
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts in their order. The incomplete last line of a running round is left out. Raises StoreError."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield parse_rollout(line, path, f"line {number}")
-    except OSError as error:
-        raise StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.") from error
+    """The rollouts of a file, which is a step's or is appended to. Raises StoreError."""
+    return (rollout for rollout, _ in _sized(path))
 
 
 def prompts_of(directory: Path) -> dict[str, Mapping[str, Any]]:
@@ -310,40 +251,43 @@ def probability_class(logprob: float) -> int:
     return next(place for place, least in enumerate(PROBABILITIES) if math.exp(logprob) >= least)
 
 
-def parse_rollout(line: bytes, path: Path, place: str) -> dict[str, Any]:
+def _parsed(line: bytes, path: Path, place: str) -> dict[str, Any]:
     """The rollout of a line; `place` says where it is in the file. Raises StoreError."""
     try:
         rollout = orjson.loads(line)
     except orjson.JSONDecodeError:
         rollout = None
     if not isinstance(rollout, dict) or not rollout.keys() >= _KEYS:
-        raise StoreError(
-            f"read {path}", f"{place} is no rollout", "Something else has written to it; delete the line."
-        )
+        raise StoreError(f"read {path}", f"{place} is no rollout", REMEDY)
     return rollout
 
 
-def append_rollouts(
-    directory: Path, step: int, batch: RolloutBatch, scale_rewards: Scale, *, is_complete: bool = True
-) -> None:
-    """Append the rollouts of a step, which counts from 1. A further worker goes on with those of complete steps."""
-    pairs, dropped = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True), batch.dropped
-    lines = [
-        rollout_line(rollout, step, advantage, dropped.get(rollout.request.group)) for rollout, advantage in pairs
-    ]
-    append(directory, lines, is_complete=is_complete)
+_COMPLETIONS: Final = TypeAdapter(Completion)
+_VERDICTS: Final = TypeAdapter[Verdict | None](Verdict | None)
+_OF_COMPLETION: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("text", "samples", "steps", "missed", "turns", "forks", "truncated", "loop"), True),
+    "calls": {"__all__": {"call_id", "name", "outcome", "repeats_trace"}},
+    "run": {"reward", "metrics", "seconds"},
+    "system_prompts": True,
+}
+"""What is stored of a completion and of a verdict, in the forms of pydantic's `include`."""
+_OF_VERDICT: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("outcome", "score", "error", "calls", "prompt_tokens", "completion_tokens"), True),
+    "results": {"__all__": {"criterion", "choice", "value", "passed", "reason"}},
+}
+_OF_ANSWER: Final = ("steps", "answer", "truncated", "loop", "reward", "criteria", "error", "program")
 
 
 def append_answer(directory: Path, rollout: Rollout, candidate: LoadedAdapter | None) -> None:
     """Append an answer of the gate, which is the candidate's or else that of the deployed adapter. One about a
     suite's task names the suite."""
-    task = rollout.request.prompt.task
-    line = {
+    task, made = rollout.request.prompt.task, _stored(rollout)
+    line: dict[str, Any] = {
         "task_id": task.task_id,
         **({"suite": task.suite} if task.suite else {}),
         "side": "candidate" if rollout.request.adapter == candidate else "deployed",
         "seed": rollout.request.seed,
-        **_graded(rollout),
+        **{name: made[name] for name in _OF_ANSWER if name in made},
     }
     append_jsonl(directory / EVALUATION_FILE, [line])
 
@@ -356,74 +300,47 @@ def write_answers(directory: Path, rollouts: Sequence[Rollout]) -> None:
 
 def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: Drop | None = None) -> dict[str, Any]:
     """The line of a rollout, whose group was perhaps `dropped`."""
-    return {
-        "step": step,
-        "task_id": rollout.request.prompt.task.task_id,
-        "group": rollout.request.group,
-        "seed": rollout.request.seed,
-        **_graded(rollout),
-        "missed": rollout.completion.missed,
-        "advantage": advantage,
-        "dropped": dropped,
-        "turns": rollout.completion.turns,
-        "forks": rollout.completion.forks,
-        "calls": [
-            {"name": call.name, "outcome": call.outcome, "repeats_trace": call.repeats_trace}
-            for call in rollout.completion.calls
-        ],
-        "system_prompts": list(rollout.completion.system_prompts),
-        "verdict": _verdict(rollout.verdict),
-        "samples": [
-            _sample(sample, texts)
-            for sample, texts in zip(rollout.completion.samples, rollout.completion.texts, strict=True)
-        ],
-    }
+    request = rollout.request
+    where = {"step": step, "task_id": request.prompt.task.task_id, "group": request.group, "seed": request.seed}
+    return {**where, **_stored(rollout), "advantage": advantage, "dropped": dropped}
 
 
-def _graded(rollout: Rollout) -> dict[str, Any]:
-    """What was judged, and the result. `steps` are messages between question and answer in the OpenAI chat format."""
+def _stored(rollout: Rollout) -> dict[str, Any]:
+    """What was generated, what was judged, and the result.
+
+    `steps` are messages between question and answer in the OpenAI chat format. The lists of a sample have one length;
+    a logprob that is no number is null, and so is the `text` of a token where the engine returned none. `verdict` has
+    what the judge said beside its criteria; null if it was not asked.
+    """
+    completion, failure = rollout.completion, rollout.completion.cause or None
+    line: dict[str, Any] = _COMPLETIONS.dump_python(completion, mode="json", include=_OF_COMPLETION)
+    verdict = _VERDICTS.dump_python(rollout.verdict, mode="json", include=_OF_VERDICT)
+    for sample, texts in zip(line["samples"], completion.texts, strict=True):
+        finite = [None if value is None or not math.isfinite(value) else value for value in sample["logprobs"]]
+        sample |= {"loss_mask": list(map(int, sample["loss_mask"])), "logprobs": finite, "text": list(texts)}
+    run = line.pop("run")
     return {
-        "steps": list(rollout.completion.steps),
-        "answer": rollout.completion.text,
-        "truncated": rollout.completion.truncated,
-        "loop": rollout.completion.loop,
+        "answer": line.pop("text"),
+        **line,
         "reward": rollout.reward,
-        "criteria": [
-            {
-                "criterion": result.criterion,
-                "choice": result.choice,
-                "value": result.value,
-                "passed": result.passed,
-                "reason": result.reason,
-            }
-            for result in (rollout.verdict.results if rollout.verdict else ())
-        ],
+        "criteria": verdict.pop("results") if verdict else [],
         "error": rollout.failure,
-        **_run(rollout.completion),
+        "verdict": verdict,
+        **({"program": {**run, "failure": failure}} if run else {}),
     }
 
 
-def _verdict(verdict: Verdict | None) -> dict[str, Any] | None:
-    """What a verdict has beside its criteria; null if the judge was not asked."""
-    names = ("outcome", "score", "error", "calls", "prompt_tokens", "completion_tokens")
-    return None if verdict is None else {name: getattr(verdict, name) for name in names}
-
-
-def _run(completion: Completion) -> dict[str, Any]:
-    """What a run of the user's agent returned."""
-    run = completion.run
-    if run is None:
-        return {}
-    program = {"reward": run.reward, "metrics": dict(run.metrics), "seconds": round(run.seconds, 3)}
-    return {"program": {**program, "failure": completion.cause or None}}
-
-
-def _sample(sample: Sample, texts: Sequence[str | None]) -> dict[str, Any]:
-    """Prompt and completion by token, in lists of one length. Only tokens with a loss mask of 1 are trained on; a
-    logprob that is missing or no number is null. `text` is null where the engine returned no text."""
-    return {
-        "token_ids": list(sample.token_ids),
-        "loss_mask": [int(own) for own in sample.loss_mask],
-        "logprobs": [None if value is None or not math.isfinite(value) else value for value in sample.logprobs],
-        "text": list(texts),
+def restored(line: Mapping[str, Any], request: RolloutRequest, weights: RewardWeights) -> Rollout:
+    """The rollout of a line (`rollout_line`), equal to the one that was written as far as training and figures use
+    it: without the results of calls, which are in its steps."""
+    verdict, run = line["verdict"], line.get("program")
+    completion = {
+        **line,
+        "text": line["answer"],
+        "texts": [sample["text"] for sample in line["samples"]],
+        "error": line["error"] if verdict is None else "",
+        "run": run,
+        "cause": (run and run["failure"]) or "",
     }
+    judged = verdict and {**verdict, "results": line["criteria"]}
+    return Rollout(request, _COMPLETIONS.validate_python(completion), _VERDICTS.validate_python(judged), weights)

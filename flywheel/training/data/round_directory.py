@@ -24,9 +24,9 @@ from flywheel.records.round import (
     EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
+    OLD_ROLLOUTS_FILE,
     RESULT_FILE,
-    ROLLOUT_INDEX_FILE,
-    ROLLOUTS_FILE,
+    ROLLOUTS_DIR,
     SELECTION_FILE,
     SPEC_FILE,
     RoundResult,
@@ -45,6 +45,10 @@ SYNC_DIR = "sync"
 CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage: the checkpoints of transformers' trainer."""
 VERSION: Final = "version"
+FORMAT: Final = "format of the files"
+FORMAT_NUMBER: Final = 2
+"""Of the files that a further worker goes on with; it is 1 where `identity.json` has none. A change of them that an
+earlier worker's files do not have counts it up."""
 REWARD_FILE = "reward.json"
 """Which reward counts, as the first run of the user's agent has decided."""
 IDENTITY_FILE = "identity.json"
@@ -64,10 +68,10 @@ OF_WORKER = (
 )
 """What each worker makes anew."""
 KEPT = (
-    SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, REWARD_FILE,
-    IDENTITY_FILE,
+    SELECTION_FILE, METRICS_FILE, ROLLOUTS_DIR, PARTIAL_FILE, STAGES_DIR, REWARD_FILE,
+    OLD_ROLLOUTS_FILE, "rollouts.index.jsonl", IDENTITY_FILE,
 )  # fmt: skip
-"""What a worker that is started again goes on with."""
+"""What a worker that is started again goes on with; of an earlier format, what it removes."""
 NOT_MIRRORED: Final = frozenset({LOG_FILE, WORKER_LOCK, SYNC_DIR, ADAPTER_DIR})
 """What only the worker uses, or only the trainer. See `mirrored_folder`."""
 NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
@@ -135,7 +139,7 @@ def changes(directory: Path, spec: RoundSpec) -> str:
     return _changed(_identity(directory), identity_of(spec), spec)
 
 
-def _changed(found: Mapping[str, str], identity: Mapping[str, str], spec: RoundSpec) -> str:
+def _changed(found: Mapping[str, Any], identity: Mapping[str, Any], spec: RoundSpec) -> str:
     if not found or spec.debug:
         return ""
     return ", ".join(name for name in {**identity, **found} if found.get(name) != identity.get(name))
@@ -146,25 +150,30 @@ def version_of(directory: Path) -> str | None:
     return _read_identity(directory).get(VERSION)
 
 
+def has_format(directory: Path) -> bool:
+    """Whether a worker of this version can go on with the files of the round's last worker."""
+    return _read_identity(directory).get(FORMAT) == FORMAT_NUMBER
+
+
 def is_of(directory: Path, spec: RoundSpec) -> bool:
     """Whether a worker would go on with what is in the directory."""
     return _identity(directory) == identity_of(spec)
 
 
-def _identity(directory: Path) -> dict[str, str]:
+def _identity(directory: Path) -> dict[str, Any]:
     return {name: value for name, value in _read_identity(directory).items() if name != VERSION}
 
 
-def _read_identity(directory: Path) -> dict[str, str]:
+def _read_identity(directory: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((directory / IDENTITY_FILE).read_bytes())
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def identity_of(spec: RoundSpec) -> dict[str, str]:
-    """Hashes of the parts of a round that its rollouts and its weights depend on. The files of the user's agent have
-    their paths as names."""
+def identity_of(spec: RoundSpec) -> dict[str, Any]:
+    """Hashes of the parts of a round that its rollouts and its weights depend on, and the format of its files. The
+    files of the user's agent have their paths as names."""
     named = ("model", "training", "rollout", "judge", "gate", "serving")
     settings = {
         section: {
@@ -183,7 +192,11 @@ def identity_of(spec: RoundSpec) -> dict[str, str]:
         **({"candidate": made["candidate"]} if spec.candidate is not None else {}),
     }
     files = {str(file): file_sha256(file) for file in sorted(_code_of(spec.settings.get("rollout", {})))}
-    return {name: sha256(json_line(part)).hexdigest() for name, part in parts.items()} | files
+    return {
+        FORMAT: FORMAT_NUMBER,
+        **{name: sha256(json_line(part)).hexdigest() for name, part in parts.items()},
+        **files,
+    }
 
 
 def _code_of(rollout: Mapping[str, Any]) -> set[Path]:

@@ -454,13 +454,13 @@ class TrainingRun:
     def most_updates(self) -> int | None:
         """The last checkpoint that the run can go on from, in updates; None if any.
 
-        With overlap, the rollouts of the first step that is not stored are by the weights before the last stored one,
-        some of them perhaps graded.
+        Rollouts of the first step that is not stored are by the weights before it. With overlap, they are by those
+        before the last stored one, and some of them are perhaps graded.
         """
         training, stored = self._settings.training, len(self._stored)
-        if not training.overlap or stored == training.steps:
+        if stored == training.steps:
             return None
-        return training.updates_per_batch * max(0, stored - 1)
+        return training.updates_per_batch * max(0, stored - training.overlap)
 
     def recall(self, steps: int) -> None:
         """Read the rollouts of steps that an earlier worker has taken and that its checkpoint contains. Raises

@@ -20,7 +20,7 @@ from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
 from flywheel.records.round import RoundResult
 from flywheel.system.files import json_line, write_json
-from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, read_rollouts, rollout_of
+from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, rollout_of, rollouts
 from flywheel.training.data.round_directory import read_spec
 from tests.factories.erasure import (
     ERASED,
@@ -36,6 +36,7 @@ from tests.factories.erasure import (
     records,
     rollout,
 )
+from tests.factories.rollout import IN_ONE_FILE
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 
@@ -70,7 +71,7 @@ def of_others(files: dict[str, bytes]) -> dict[str, list[Any]]:
         return [record for item in value.values() for record in found(item)]
 
     own = {name: [record for value in records(data, name) for record in found(value)] for name, data in files.items()}
-    return {name: some for name, some in own.items() if some and "index" not in name}
+    return {name: some for name, some in own.items() if some}
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "its worker died"])
@@ -79,15 +80,15 @@ def test_nothing_of_an_erased_task_is_left_in_any_file_and_all_of_others_stays(t
     before = contents(tmp_path)
     assert {name for mark in MARKS for name in places_of(mark, before)} >= {
         "spec.json", "result.json", "error.json", "progress.json", "stages/1-dpo/trained.json",
-        "worker.log", "stages/1-dpo/pairs.jsonl", "selection.jsonl", "rollouts.jsonl", "evaluation.jsonl",
-        ".rollouts.jsonl.0123abcd",
+        "worker.log", "stages/1-dpo/pairs.jsonl", "selection.jsonl", "rollouts/0001.jsonl", "evaluation.jsonl",
+        "rollouts/.0003.jsonl.0123abcd",
         *(() if is_over else ("partial.jsonl",)),
     }  # fmt: skip
     assert erase_from_round(tmp_path, ERASED) >= 10
     assert_nothing_left(tmp_path)
     after = contents(tmp_path)
     assert of_others(after) == of_others(before)
-    assert of_others(after).keys() >= {"spec.json", "result.json", "rollouts.jsonl", "stages/1-dpo/pairs.jsonl"}
+    assert of_others(after).keys() >= {"spec.json", "result.json", "rollouts/0001.jsonl", "stages/1-dpo/pairs.jsonl"}
     assert after["metrics.jsonl"] == before["metrics.jsonl"]
     assert (after["worker.log"], "partial.jsonl" in after, "identity.json" in after) == (EMPTIED, False, False)
     # Lines of others are the same bytes.
@@ -126,27 +127,28 @@ def test_what_reads_a_round_reads_it_afterwards(directory: Path) -> None:
     assert {answer["task_id"] for answer in answers or ()} == {STAYS_HELD_OUT}
 
 
-def test_the_index_is_that_of_the_rollouts_that_are_left(directory: Path) -> None:
+def test_groups_are_those_of_the_rollouts_that_are_left(directory: Path) -> None:
     erase_from_round(directory, ERASED)
     found = list(groups(directory))
-    index = (directory / "rollouts.index.jsonl").read_bytes().splitlines()
     assert [(group.step, group.group, group.task_id) for group in found] == [(1, 1, STAYS), (2, 0, STAYS)]
-    assert [json.loads(line)["at"] for line in index] == [group.at for group in found]
-    assert found[-1].end == (directory / "rollouts.jsonl").stat().st_size
-    read = [rollout_of(directory, group, place) for group in found for place in range(2)]
-    assert read == list(read_rollouts(directory / "rollouts.jsonl"))
+    read = [rollout_of(group, place) for group in found for place in range(2)]
+    assert read == list(rollouts(directory))
     assert read == [rollout(STAYS, step, group, seed) for step, group in ((1, 1), (2, 0)) for seed in (0, 1)]
 
 
-def test_a_round_without_an_index_gets_none(directory: Path) -> None:
-    (directory / "rollouts.index.jsonl").unlink()
-    erase_from_round(directory, ERASED)
-    assert not (directory / "rollouts.index.jsonl").exists()
-    assert [group.task_id for group in groups(directory)] == [STAYS, STAYS]
+def test_a_round_with_the_rollouts_of_all_steps_in_one_file(tmp_path: Path) -> None:
+    """Of an earlier version, whose index named tasks, too."""
+    directory = shutil.copytree(IN_ONE_FILE, tmp_path / "r0001")
+    before = list(rollouts(directory))
+    assert erase_from_round(directory, {"t-1"}) >= 4
+    assert list(rollouts(directory)) == [each for each in before if each["task_id"] == "t-2"]
+    assert [(group.step, group.task_id) for group in groups(directory)] == [(1, "t-2"), (2, "t-2")]
+    assert not [name for name, data in contents(directory).items() if b"t-1" in data or b"3 plus 4" in data]
+    assert erase_from_round(directory, {"t-1"}, used=True) == 0
 
 
 def test_files_keep_their_permissions(directory: Path) -> None:
-    names = ("spec.json", "rollouts.jsonl", "rollouts.index.jsonl", "worker.log")
+    names = ("spec.json", "rollouts/0001.jsonl", "worker.log")
     for name in names:
         (directory / name).chmod(0o600)
     (directory / "result.json").chmod(0o640)
@@ -173,8 +175,7 @@ def test_a_round_whose_specification_lost_its_tasks_is_known_from_the_state(dire
     """Retention has removed them, and the rollouts; the result has system prompts."""
     spec = json.loads((directory / "spec.json").read_bytes())
     write_json(directory / "spec.json", spec | {"train": [], "held_out": [], "pool": None})
-    for path in (directory / "rollouts.jsonl", directory / "rollouts.index.jsonl"):
-        path.unlink()
+    shutil.rmtree(directory / "rollouts")
     erase_from_round(directory, ERASED, used=True)
     assert_nothing_left(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.store.kernel import database, schema
 from flywheel.store.views import lineage
 from flywheel.system.files import write_json
+from flywheel.training.data import rollout_file
+from flywheel.training.data.round_directory import FORMAT, FORMAT_NUMBER
+from tests.daemon.rounds import workers
 from tests.daemon.rounds.moments import MOMENTS, Moment
 from tests.daemon.rounds.workers import REFUSES, stray_worker, works
 from tests.factories.config import with_settings
+from tests.factories.rollout import IN_ONE_FILE
 from tests.factories.verdict import put_more_tasks
 from tests.factories.wheel import Wheel, leave_result
 from tests.waiting import until
@@ -421,7 +426,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
-    write_json(directory / "identity.json", {"version": version})
+    write_json(directory / "identity.json", {"version": version, FORMAT: FORMAT_NUMBER})
     write_json(directory / "progress.json", {"phase": "training", "paused": ""})
     with stray_worker(directory) as left:
         await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
@@ -435,6 +440,32 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     ended = await going
     # It costs no attempt: the round is planned again as after a stop.
     assert (ended, (await wheel.row()).attempt) == ((RoundState.REJECTED if ends else RoundState.FAILED), 1)
+
+
+@pytest.mark.slow
+async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_end(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A further worker could not go on with them, so that the work would be lost."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
+    directory = await wheel.started()
+    write_json(directory / "identity.json", {"tasks": "0" * 64, "version": "0.0.1"})
+    write_json(directory / "progress.json", {"phase": "training", "paused": ""})
+    with stray_worker(directory) as left:
+        works(tmp_path, monkeypatch, "echo started > $3/started-again")
+        await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
+        going = asyncio.create_task(wheel.rounds.finish_live())
+        await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
+        shutil.copy(IN_ONE_FILE / "rollouts.jsonl", directory)
+        shutil.copy(IN_ONE_FILE / "rollouts.index.jsonl", directory)
+        assert not (directory / "end-at-checkpoint").exists()
+        (directory / "result.json").write_text(workers.REFUSED)
+    assert await going is RoundState.REJECTED
+    assert "its worker is of version 0.0.1, and goes on: its files have another format" in caplog.text
+    assert not (directory / "started-again").exists()
+    assert {each["step"] for each in rollout_file.rollouts(directory)} == {1, 2}
 
 
 @pytest.mark.slow

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.errors import TrainError
+from flywheel.errors import StoreError, TrainError
 from flywheel.records.program_run import LARGEST_REWARD, RunResult
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps, restored_batch
@@ -28,7 +31,7 @@ from flywheel.training.data.rollout import (
     deviation,
     mean,
 )
-from flywheel.training.data.rollout_file import append_rollouts, rollout_line
+from flywheel.training.data.rollout_file import rollout_line, rollouts, step_file
 from flywheel.training.data.samples import Sample
 from tests.training.data.rollouts import batch, failed, missed, recorded, request, rollout
 
@@ -107,53 +110,142 @@ def test_a_stored_rollout_comes_back_with_all_figures_and_rows(
 
 def test_misses_failures_and_what_the_judge_left_undecided_come_back_too(tmp_path: Path) -> None:
     of_program = Completion(error="it raised", cause="raised", run=RunResult(cause="raised", error="it raised"))
-    rollouts = (
+    made = (
         *(rollout(0, score) for score in (1, None, 0.5, 0, 0.25)),
         missed(1, of=recorded()),
         failed(1),
         Rollout(request(1), of_program, None),
     )
-    step = RolloutBatch(rollouts)
-    append_rollouts(tmp_path, 3, step, "group")
+    step = RolloutBatch(made)
+    StoredSteps(tmp_path, before=2).append(0, step, "group")
     lines = StoredSteps(tmp_path, before=2).lines(0)
-    by_seed = {(line["group"], place): line for place, line in enumerate(json_lines(tmp_path / "rollouts.jsonl"))}
-    asked = [replace(each.request, seed=place) for place, each in enumerate(rollouts)]
+    by_seed = {(line["group"], place): line for place, line in enumerate(rollouts(tmp_path))}
+    asked = [replace(each.request, seed=place) for place, each in enumerate(made)]
     found = restored_batch(by_seed, asked, RewardWeights())
     assert set(lines) == {(0, 0), (1, 0)}
     assert (found.missed, found.undecided, found.failed) == (step.missed, step.undecided, step.failed)
-    assert [each.failure for each in found.rollouts] == [each.failure for each in rollouts]
+    assert [each.failure for each in found.rollouts] == [each.failure for each in made]
     assert found.usage() == step.usage()
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """The directory of a round with three steps."""
+    for step in range(3):
+        StoredSteps(tmp_path).append(step, batch([1, 0, 1, 0], [0, 1]), "group")
+    return tmp_path
 
 
-def test_a_step_that_was_not_written_whole_is_removed(tmp_path: Path) -> None:
-    """At every length to which a crash can cut rollouts and index, which are written in this order."""
-    append_rollouts(tmp_path, 1, batch([1, 0, 1, 0], [0, 1]), "group")
-    rollouts, index = tmp_path / "rollouts.jsonl", tmp_path / "rollouts.index.jsonl"
-    first = rollouts.stat().st_size, index.stat().st_size
-    append_rollouts(tmp_path, 2, batch([1, 0, 1, 0], [0, 1]), "group")
-    whole = rollouts.read_bytes(), index.read_bytes()
-    cuts = [(size, first[1]) for size in range(first[0], len(whole[0]), 97)]
-    cuts += [(len(whole[0]), size) for size in range(first[1], len(whole[1]), 11)]
-    for cut in cuts:
-        rollouts.write_bytes(whole[0][: cut[0]])
-        index.write_bytes(whole[1][: cut[1]])
-        steps = StoredSteps(tmp_path)
-        assert (0 in steps, 1 in steps) == (True, False)
-        assert (rollouts.stat().st_size, index.stat().st_size) == first
-    rollouts.write_bytes(whole[0])
-    index.write_bytes(whole[1])
-    assert 1 in StoredSteps(tmp_path)
-    assert (rollouts.read_bytes(), index.read_bytes()) == whole
+def test_removing_a_file_costs_its_step_and_those_behind_it_alone(three: Path, tmp_path_factory: Any) -> None:
+    """Files are removed by hand, as errors have advised. Steps behind the removed one cannot be gone on with: which
+    rollouts they have depends on it."""
+    left = {}
+    for path in sorted(path for path in three.rglob("*") if path.is_file()):
+        copy = shutil.copytree(three, tmp_path_factory.mktemp("round") / "r0001")
+        (copy / path.relative_to(three)).unlink()
+        left[path.name] = len(StoredSteps(copy)), {line["step"] for line in rollouts(copy)}
+    assert left == {"0001.jsonl": (0, set()), "0002.jsonl": (1, {1}), "0003.jsonl": (2, {1, 2})}
+
+
+def test_a_damaged_file_is_said_and_nothing_is_removed(three: Path) -> None:
+    step_file(three, 2).write_bytes(b"something else\n")
+    with pytest.raises(StoreError, match=r"0002\.jsonl"):
+        StoredSteps(three)
+    assert step_file(three, 3).exists()
+
+
+def test_a_step_that_is_not_usable_is_kept_for_people_until_a_further_worker_makes_it_again(three: Path) -> None:
+    StoredSteps(three).append(3, batch([None] * 4), "group", is_usable=False)
+    assert {line["step"] for line in rollouts(three)} == {1, 2, 3, 4}
+    again = StoredSteps(three)
+    assert len(again) == 3
+    assert {line["step"] for line in rollouts(three)} == {1, 2, 3}
+    again.append(3, batch([1, 0, 1, 0]), "group")
+    assert 3 in StoredSteps(three)
+
+
+def test_a_stage_has_the_steps_behind_those_before_it(three: Path) -> None:
+    """Between two stages with rollouts may be steps of one without."""
+    second = StoredSteps(three, before=9)
+    assert (len(second), 0 in second, len(StoredSteps(three, before=1))) == (0, False, 2)
+    second.append(0, batch([1, 0, 1, 0]), "group")
+    assert len(StoredSteps(three, before=9)) == 1
+    assert [line["step"] for line in rollouts(three)][-4:] == [10] * 4
 
 
 def test_other_rollouts_than_the_rounds_are_refused(tmp_path: Path) -> None:
-    append_rollouts(tmp_path, 1, batch([1, 0]), "group")
-    with pytest.raises(TrainError, match="other rollouts than this round would make"):
+    StoredSteps(tmp_path).append(0, batch([1, 0]), "group")
+    with pytest.raises(TrainError, match=r"other rollouts than this round would make.*Remove identity\.json"):
         restored_batch(StoredSteps(tmp_path).lines(0), [request(0, 99)], RewardWeights())
+
+
+def work(directory: Path, graded: BinaryIO) -> None:
+    """What a worker does with overlap: rollouts of the next step are graded before a step is complete. The seed of
+    each is written to `graded` once it is stored."""
+
+    def grade(step: int) -> RolloutBatch:
+        made = [replace(rollout(0, seed % 2), request=request(0, 4 * step + seed)) for seed in range(4)]
+        for each in made:
+            if store.find(each.request, RewardWeights()) is None and step not in steps:
+                store.add(each)
+                os.write(graded.fileno(), bytes([each.request.seed]))
+        return RolloutBatch(tuple(made))
+
+    store, steps = GradedRollouts(directory), StoredSteps(directory)
+    batches = [grade(0)]
+    for step in range(3):
+        batches.append(grade(step + 1))
+        if step not in steps:
+            steps.append(step, batches[step], "group")
+        store.remove(batches[step])
+
+
+def killed(directory: Path, graded: BinaryIO, place: int) -> bool:
+    """Whether the work in another process was killed before its rename, removal or synchronisation of this number."""
+    child = os.fork()
+    if not child:
+        done = itertools.count()
+
+        def dying(module: Any, name: str) -> None:
+            call = getattr(module, name)
+
+            def counting(*arguments: Any, **options: Any) -> Any:
+                if next(done) == place:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **options)
+
+            setattr(module, name, counting)
+
+        for module, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
+            dying(module, name)
+        work(directory, graded)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_at_any_place_loses_no_graded_rollout(tmp_path: Path) -> None:
+    """Neither those of a step that is being completed nor those of the next one, and a step is whole or absent."""
+    for place in itertools.count():
+        directory = tmp_path / str(place)
+        directory.mkdir()
+        with (tmp_path / f"{place}.graded").open("w+b") as graded:
+            was_killed = killed(directory, graded, place)
+            graded.seek(0)
+            seeds = graded.read()
+        steps, store = StoredSteps(directory), GradedRollouts(directory)
+        assert [len(steps.lines(step)) for step in range(len(steps))] == [4] * len(steps)
+        assert [path.name for path in directory.rglob(".0*")] == []
+        found = {seed for step in range(len(steps)) for _, seed in steps.lines(step)}
+        found |= {seed for seed in seeds if store.find(request(0, seed), RewardWeights()) is not None}
+        assert found == set(seeds)
+        with (tmp_path / f"{place}.again").open("w+b") as graded:
+            assert not killed(directory, graded, 10_000)
+            graded.seek(0)
+            assert set(graded.read()).isdisjoint(seeds), "none is graded twice"
+        assert len(StoredSteps(directory)) == 3
+        if not was_killed:
+            break
+    assert place >= 15
 
 
 def adapter(weights: str) -> LoadedAdapter:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.records.verdict import CriterionResult
+from flywheel.training.data.graded_rollouts import StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, reply
-from flywheel.training.data.rollout_file import append_answer, append_rollouts, rollout_line
+from flywheel.training.data.rollout_file import append_answer, rollout_line, rollouts
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
 from tests.factories.task import round_task
 from tests.training.data.rollouts import batch, failed, missed, prompt, request, rollout, verdict
@@ -41,6 +42,16 @@ def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
     assert (line["answer"], line["steps"], line["advantage"]) == ("seven", [], 0.5)
 
 
+def test_what_utf_8_and_json_cannot_have_is_replaced(tmp_path: Path) -> None:
+    """Half of a surrogate pair, and what engines may return that is no number."""
+    completion = reply(prompt("t-0"), (8, 9), (float("nan"), -float("inf")), "\ud800 7")
+    completion = replace(completion, steps=({"role": "tool", "content": "\ud800"},))
+    StoredSteps(tmp_path).append(0, RolloutBatch((replace(rollout(0, 1), completion=completion),)), "group")
+    [line] = rollouts(tmp_path)
+    assert (line["answer"], line["samples"][0]["logprobs"][-2:]) == ("? 7", [None, None])
+    assert line["steps"] == [{"role": "tool", "content": "?"}]
+
+
 def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
     line = rollout_line(failed(0, "no completion within 5 s"), 1, None)
     assert line["samples"] == []
@@ -58,10 +69,10 @@ def test_criteria_come_with_the_judges_reasons() -> None:
     ]
 
 
-def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_path: Path) -> None:
-    for step in (1, 2):
-        append_rollouts(tmp_path, step, batch([1, 0, None, 0, 1], [0.5, 0.5]), "none")
-    written = lines(tmp_path / "rollouts.jsonl")
+def test_the_rollouts_of_a_step_are_written_with_their_groups_advantages(tmp_path: Path) -> None:
+    for step in (0, 1):
+        StoredSteps(tmp_path).append(step, batch([1, 0, None, 0, 1], [0.5, 0.5]), "none")
+    written = list(rollouts(tmp_path))
     assert [line["step"] for line in written] == [1] * 7 + [2] * 7
     assert [line["advantage"] for line in written[:7]] == [0.5, -0.5, None, -0.5, 0.5, None, None]
     assert [line["dropped"] for line in written[:7]] == [None] * 5 + ["rewards"] * 2
@@ -69,8 +80,8 @@ def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_pa
 
 def test_all_rollouts_of_a_dropped_group_are_written_with_the_reason_and_without_advantage(tmp_path: Path) -> None:
     group = *(rollout(0, score) for score in (0, 1, 0, 1)), *(missed(0) for _ in range(2))
-    append_rollouts(tmp_path, 1, RolloutBatch(group), "group")
-    written = lines(tmp_path / "rollouts.jsonl")
+    StoredSteps(tmp_path).append(0, RolloutBatch(group), "group")
+    written = list(rollouts(tmp_path))
     assert [(line["reward"], line["advantage"], line["dropped"]) for line in written] == [
         *((score, None, "misses") for score in (0, 1, 0, 1, None, None))
     ]

@@ -15,13 +15,15 @@ from flywheel import __version__
 from flywheel.config.file import Config
 from flywheel.errors import LockedError, TrainError
 from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
-from flywheel.system.files import tree_sha256
+from flywheel.system.files import tree_sha256, write_json
 from flywheel.system.lock import alone_in
 from flywheel.training.data.round_directory import (
+    FORMAT,
     clear,
     finished,
     go_on,
     go_on_from,
+    has_format,
     last_checkpoint,
     read_spec,
     settings_of,
@@ -124,7 +126,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     def fill(_: RoundSpec, directory: Path, *__: Any) -> RoundResult:
         for name in ("sync/step-1", ".adapter.new"):
             (directory / name).mkdir(parents=True)
-        (directory / "rollouts.jsonl").write_text("{}\n")
+        (directory / "rollouts").mkdir()
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     (tmp_path / "spec.json").write_text(round_spec().model_dump_json())
@@ -132,7 +134,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     with pytest.raises(TrainError, match=r"cannot run r0001: RuntimeError: .*\(os error 28\)\. Free space\."):
         worker.work(tmp_path, worker.build_grade)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"spec.json", "identity.json", "rollouts.jsonl", "worker.log", "worker.lock"}
+    assert left == {"spec.json", "identity.json", "rollouts", "worker.log", "worker.lock"}
 
 
 @pytest.mark.slow
@@ -184,7 +186,8 @@ def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 MADE_ANEW = ["evaluation.jsonl", "progress.json", "result.json", "error.json", "adapter", "sync", ".adapter.new"]
-GONE_ON_WITH = ["rollouts.jsonl", "rollouts.index.jsonl", "partial.jsonl", "reward.json", "stages"]
+GONE_ON_WITH = ["rollouts", "partial.jsonl", "reward.json", "stages"]
+OF_FORMAT_1 = ["rollouts.jsonl", "rollouts.index.jsonl"]
 OTHERS = ["spec.json", "worker.log", "worker.lock", "usage.jsonl", "notes.txt"]
 
 
@@ -223,7 +226,24 @@ def test_a_worker_of_another_version_goes_on_and_is_known_by_its_version(
     left_by_a_worker(tmp_path)
     monkeypatch.undo()
     assert go_on(tmp_path, round_spec(attempt=2)) == ""
-    assert (version_of(tmp_path), (tmp_path / "rollouts.jsonl").exists()) == (__version__, True)
+    assert (version_of(tmp_path), (tmp_path / "rollouts").exists()) == (__version__, True)
+
+
+@pytest.mark.parametrize("number", [None, 1, 3])
+def test_an_unfinished_round_whose_files_have_another_format_starts_over_and_says_so(
+    tmp_path: Path, number: int | None
+) -> None:
+    go_on(tmp_path, round_spec())
+    identity = json.loads((tmp_path / "identity.json").read_bytes())
+    assert (has_format(tmp_path), identity.pop(FORMAT)) == (True, 2)
+    left_by_a_worker(tmp_path)
+    for name in OF_FORMAT_1:
+        (tmp_path / name).write_text("left")
+    write_json(tmp_path / "identity.json", identity if number is None else {**identity, FORMAT: number})
+    assert not has_format(tmp_path)
+    assert go_on(tmp_path, round_spec(attempt=2)) == "format of the files"
+    assert names(tmp_path) == {*OTHERS, "identity.json"}
+    assert has_format(tmp_path)
 
 
 def changed(section: str, **values: Any) -> dict[str, Any]:
@@ -268,7 +288,7 @@ def test_settings_that_change_no_rollout_and_no_weight_start_nothing_over(
     go_on(tmp_path, round_spec())
     left_by_a_worker(tmp_path)
     assert go_on(tmp_path, round_spec(attempt=2, settings=settings)) == ""
-    assert (tmp_path / "rollouts.jsonl").exists()
+    assert (tmp_path / "rollouts").exists()
 
 
 AGENT = {
@@ -352,7 +372,7 @@ def test_a_debug_round_and_files_without_an_identity_start_over(tmp_path: Path) 
     assert names(tmp_path) == {*OTHERS, "identity.json"}
     left_by_a_worker(tmp_path)
     assert go_on(tmp_path, round_spec(debug=True)) == ""
-    assert not (tmp_path / "rollouts.jsonl").exists()
+    assert not (tmp_path / "rollouts").exists()
 
 
 def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:

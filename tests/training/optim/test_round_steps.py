@@ -18,6 +18,7 @@ from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
+from flywheel.training.data import rollout_file
 from flywheel.training.data.groups import WINDOW, growing_misses
 from flywheel.training.data.rollout import (
     AnsweredCall,
@@ -28,7 +29,6 @@ from flywheel.training.data.rollout import (
     RolloutBatch,
     RolloutRequest,
 )
-from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim import trainer
 from flywheel.training.optim.collapse import CollapsedError
@@ -329,7 +329,7 @@ def test_rounds_with_overlap_ask_the_same_prompts_whatever_is_slow(tmp_path: Pat
     assert collector.of_step == expected.of_step
     assert rows == same
     assert (run.usage, run.with_gradient) == (plain.usage, plain.with_gradient)
-    stored = [each["step"] for each in read_rollouts(tmp_path / "overlap" / "rollouts.jsonl")]
+    stored = [each["step"] for each in rollout_file.rollouts(tmp_path / "overlap")]
     assert stored == sorted(stored)
     # The first two steps are by the first weights, and each other one by weights that are one update old.
     assert collector.adapters == {step: {f"step-{max(0, step - 1)}"} for step in range(6)}
@@ -340,7 +340,7 @@ def test_a_step_that_fails_ends_the_one_that_is_prefetched(tmp_path: Path) -> No
     run = run_of(tmp_path, lambda *_: 1.0, steps=6, overlap=1)
     with pytest.raises(RoundRefusedError, match="0 of 8 groups"), run:
         train(run, 6)
-    assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} <= {1, 2, 3}
+    assert {each["step"] for each in rollout_file.rollouts(tmp_path)} <= {1, 2, 3}
 
 
 def test_the_weights_of_the_prefetched_step_are_reached_again(tmp_path: Path) -> None:
@@ -351,10 +351,19 @@ def test_the_weights_of_the_prefetched_step_are_reached_again(tmp_path: Path) ->
     with first:
         train(first, 3)
     stored = run_of(tmp_path, differing, steps=6, overlap=1)
-    done = {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")}
+    done = {each["step"] for each in rollout_file.rollouts(tmp_path)}
     assert stored.most_updates == max(done) - 1
     assert run_of(tmp_path, differing, steps=max(done), overlap=1).most_updates is None
-    assert run_of(tmp_path, differing, steps=6).most_updates is None
+    assert run_of(tmp_path, differing, steps=6).most_updates == max(done)
+
+
+def test_a_round_goes_on_from_before_a_step_whose_rollouts_were_removed(tmp_path: Path) -> None:
+    """A later checkpoint was trained on them: they would be made again with its weights."""
+    with run_of(tmp_path, differing, steps=6) as run:
+        train(run, 4)
+    rollout_file.step_file(tmp_path, 2).unlink()
+    assert run_of(tmp_path, differing, steps=6).most_updates == 1
+    assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == {1}
 
 
 def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) -> None:
@@ -367,11 +376,11 @@ def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) ->
     run = run_of(tmp_path, differing, steps=2, collector=Away(differing))
     with pytest.raises(TrainError, match="16 of 16 are undecided"):
         run.roll_out(0)
-    assert len(list(read_rollouts(tmp_path / "rollouts.jsonl"))) == 16
+    assert len(list(rollout_file.rollouts(tmp_path))) == 16
     again = run_of(tmp_path, differing, steps=2)
     train(again, 2)
     assert again.reward_last == 0.5
-    assert [each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")] == [1] * 16 + [2] * 16
+    assert [each["step"] for each in rollout_file.rollouts(tmp_path)] == [1] * 16 + [2] * 16
 
 
 def test_a_step_without_a_token_to_train_is_said_and_counts_as_no_step(
@@ -447,7 +456,7 @@ def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_s
     last = metrics_of(tmp_path)[-1]
     assert (last["step"], last["loss"], last["missed"]) == (2 * WINDOW, None, 15)
     assert (last["groups_dropped"]["misses"], last["groups"]) == (5, 7)
-    assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} == set(range(1, 2 * WINDOW + 1))
+    assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == set(range(1, 2 * WINDOW + 1))
 
 
 def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round(tmp_path: Path) -> None:
@@ -481,7 +490,7 @@ def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> Non
 
     run = run_of(tmp_path, act, steps=2, prompts=9)
     train(run, 2)
-    written = {each["task_id"]: each["dropped"] for each in read_rollouts(tmp_path / "rollouts.jsonl")}
+    written = {each["task_id"]: each["dropped"] for each in rollout_file.rollouts(tmp_path)}
     assert {task for task, why in written.items() if why} == {"t-1", "t-2", "t-3"} & set(written)
     assert run.with_gradient == {task for task, why in written.items() if not why}
 

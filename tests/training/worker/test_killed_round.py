@@ -140,7 +140,8 @@ def resumed(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     (directory / "adapter").mkdir()
     (directory / "adapter" / "adapter_model.safetensors").write_bytes(b"half")
     (directory / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
-    (directory / "rollouts.jsonl").write_text('{"step": 1}\n')
+    (directory / "rollouts").mkdir()
+    (directory / "rollouts" / "0001.jsonl").write_text('{"step": 1}\n')
     assert trained.result.adapter is not None
     answering = Judge()
     with contextlib.ExitStack() as judging:

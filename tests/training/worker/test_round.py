@@ -24,6 +24,7 @@ from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import RoundResult, Sampling, SystemPrompt
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
+from flywheel.training.data import rollout_file
 from flywheel.training.data.round_directory import finished
 from flywheel.training.data.round_progress import progress_of
 from tests.factories.round import POLICY
@@ -75,8 +76,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
             "metrics.jsonl",
             "progress.json",
             "result.json",
-            "rollouts.index.jsonl",
-            "rollouts.jsonl",
+            "rollouts",
             "spec.json",
             "stages",
             "usage.jsonl",
@@ -284,7 +284,9 @@ def test_nothing_is_left_of_tasks_that_are_erased(trained: Done, tmp_path: Path)
     weights = tree_sha256(directory / "adapter")
     assert erase_from_round(directory, gone)
     assert not any(text in form for text in texts for form in said())
-    assert [line for line in trained.rollouts if line["task_id"] not in gone] == lines(directory / "rollouts.jsonl")
+    assert [line for line in trained.rollouts if line["task_id"] not in gone] == list(
+        rollout_file.rollouts(directory)
+    )
     assert finished(directory, trained.spec)
     assert tree_sha256(directory / "adapter") == weights
     result = RoundResult.model_validate_json((directory / "result.json").read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import questions
 from flywheel.config.training import LoraSettings
 from flywheel.errors import TrainError
+from flywheel.training.data import rollout_file
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.round_directory import settings_of
@@ -257,7 +257,7 @@ def test_a_debug_round_rolls_out_and_trains_nothing(
     assert (result.outcome, result.adapter, result.steps) == ("debug", None, 2)
     assert "of 8 groups have rewards that differ" in result.reason
     assert not (tmp_path / "adapter").exists()
-    rolled_out = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    rolled_out = list(rollout_file.rollouts(tmp_path))
     assert {line["step"] for line in rolled_out} == {1, 2}
     # The same seeds on the same weights: what a round would see in its first step.
     prompts = whole.asked(spec.train).prompts

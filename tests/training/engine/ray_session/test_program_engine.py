@@ -20,9 +20,9 @@ from flywheel.config.file import Config
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import RoundResult, RoundTask
 from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data import rollout_file
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, RolloutRequest
-from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
@@ -403,7 +403,7 @@ def test_a_round_trains_on_the_agents_own_calls(
         assert set(step["program"]["metrics"]) == names[kind]
         assert step["logprob_gap"] < 1e-2
         assert step["trained_tokens"] > 0
-    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    written = list(rollout_file.rollouts(tmp_path))
     assert len(written) == 2 * 4 * 6
     for line in written:
         assert line["program"]["failure"] is None
@@ -436,7 +436,7 @@ def test_an_agent_that_always_fails_is_refused_before_training(
     with pytest.raises(TrainError, match=r"it failed on 3 tasks before training.*the shop is closed") as refused:
         run_program_round(engine, tmp_path, monkeypatch, rollout_settings(folder), does="raise")
     assert not refused.value.retryable
-    assert not (tmp_path / "rollouts.jsonl").exists()
+    assert not rollout_file.rollout_files(tmp_path)
 
 
 def test_settings_reach_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

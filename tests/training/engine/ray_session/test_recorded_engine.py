@@ -14,9 +14,9 @@ from flywheel.cli.demo.questions import questions
 from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data import rollout_file
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import CallOutcome, Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
@@ -200,7 +200,7 @@ def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
         run = TrainingRun(spec, config, tmp_path, some, lambda: None, collector, Meter(tmp_path, steps=2))
         rows = run.roll_out(0)
         run.report(1, {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0})
-    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    written = list(rollout_file.rollouts(tmp_path))
     assert len(written) == (3 + 2) * 4
     assert [line["dropped"] for line in written[:8]] == ["misses"] * 8
     assert all(line["advantage"] is None and "no recorded result" in line["error"] for line in written[:8])
@@ -245,7 +245,7 @@ def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch
     assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
 
     steps = [line for line in lines(tmp_path / "metrics.jsonl") if line["event"] == "step"]
-    rollouts = lines(tmp_path / "rollouts.jsonl")
+    rollouts = list(rollout_file.rollouts(tmp_path))
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert 1 < step["turns_mean"] <= 2
@@ -290,5 +290,5 @@ def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
     assert "96 of 96 rollouts ended at a call without a recorded result" in result.reason
     assert result.without_gradient == [task.task_id for task in train]
     assert not (tmp_path / "adapter").exists()
-    written = lines(tmp_path / "rollouts.jsonl")
+    written = list(rollout_file.rollouts(tmp_path))
     assert {(line["step"], line["dropped"]) for line in written} == {(1, "misses"), (2, "misses")}

@@ -17,6 +17,7 @@ from flywheel.records.round import RoundTask, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from flywheel.training.data import rollout_file
 from flywheel.training.data.loss_selection import read_selection
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RolloutRequest, reply
@@ -328,8 +329,7 @@ def test_dpo_pairs_the_best_with_the_worst_rollout_of_each_prompt(actors: Actors
     assert [(line["chosen_score"], line["rejected_score"]) for line in lines] == scores
     for line in lines:
         assert int(line["chosen"][-1]["content"]) / 100 == line["chosen_score"]
-    rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in rollouts} == {4, 5}
+    assert {line["step"] for line in rollout_file.rollouts(tmp_path)} == {4, 5}
 
 
 def test_dpo_takes_recorded_pairs_without_asking_the_policy(actors: Actors, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_dpo_takes_recorded_pairs_without_asking_the_policy(actors: Actors, tmp_
     assert calls == [("dpo", [(None, None)] * 3, 0)]
     assert (made.steps, made.rollout_steps, made.reward_first) == (1, 0, None)
     assert made.with_gradient == set()
-    assert not (tmp_path / "rollouts.jsonl").exists()
+    assert not rollout_file.rollout_files(tmp_path)
 
 
 @pytest.mark.parametrize("stages", [["dpo"], ["sft", "dpo"]])
