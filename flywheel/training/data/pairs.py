@@ -27,6 +27,7 @@ PAIRS_FILE: Final = "pairs.jsonl"
 SEVERAL: Final = "rollouts whose turns do not continue each other"
 TOO_LONG: Final = "rollouts that reached their maximum length"
 CLOSE: Final = "the rewards of its rollouts differ by less than the margin"
+FEW: Final = "fewer than two of its rollouts are whole and have a reward"
 SAME: Final = "its better and its worse reply are the same"
 MISSES: Final = "it has too many calls without a recorded result"
 UNRENDERED: Final = "its replies are not one sample each"
@@ -55,8 +56,8 @@ class Pairs:
                 continue
             graded = [(rollout.reward, rollout) for rollout in rollouts if rollout.reward is not None]
             usable = [(reward, rollout) for reward, rollout in graded if self._is_whole(rollout)]
-            if not usable:
-                self.left_out[task.task_id] = CLOSE
+            if len(usable) < 2:
+                self.left_out[task.task_id] = FEW
                 continue
             best, worst = max(usable, key=lambda item: item[0]), min(usable, key=lambda item: item[0])
             self._add(task, _ends(*best), _ends(*worst), margin)

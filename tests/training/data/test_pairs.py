@@ -15,7 +15,7 @@ from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import RecordedReply, Sample
 from tests.factories.task import round_task
-from tests.training.data.rollouts import batch, missed, rollout
+from tests.training.data.rollouts import batch, failed, missed, rollout
 
 REWARDS = st.lists(
     st.lists(st.none() | st.integers(0, 20).map(lambda each: each / 20), min_size=4, max_size=6), max_size=5
@@ -70,6 +70,22 @@ def test_rollouts_that_are_not_whole_are_in_no_pair_and_counted() -> None:
     assert (pair.chosen, pair.rejected) == (best.completion.samples[0], worst.completion.samples[0])
     assert (made.left_out, made.rollouts) == ({}, {pairs.SEVERAL: 1, pairs.TOO_LONG: 1})
     assert made.reasons == f"1 {pairs.SEVERAL}; 1 {pairs.TOO_LONG}"
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_group_with_fewer_than_two_usable_rollouts_has_no_rewards_to_compare(whole: int) -> None:
+    usable, undecided, cut, several = own_tokens([[0.9, None, 0.1, 0.5]]).rollouts
+    others = (
+        undecided,
+        failed(0),
+        change(cut, truncated=True),
+        change(several, samples=several.completion.samples * 2),
+    )
+    made = Pairs()
+    made.add_rollouts(RolloutBatch((*(usable,) * whole, *others)), 0.1)
+    assert (made.pairs, made.left_out) == ([], {"t-0": pairs.FEW})
+    assert made.rollouts == {pairs.SEVERAL: 1, pairs.TOO_LONG: 1}
+    assert made.reasons == f"{pairs.FEW}; 1 {pairs.TOO_LONG}; 1 {pairs.SEVERAL}"
 
 
 def test_equal_replies_are_no_pair() -> None:
