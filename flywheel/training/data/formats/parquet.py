@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -35,7 +34,7 @@ class ParquetWriter(JsonLinesWriter):
         self._rows: list[Record] = []
         self._schema = schema(pa, typed)
         self._table = pa.Table
-        self._writer = pyarrow.parquet.ParquetWriter(pa.PythonFile(_KeptOpen(file), mode="w"), self._schema)
+        self._writer = pyarrow.parquet.ParquetWriter(file, self._schema)
 
     def write(self, record: Record) -> None:
         # Through JSON: lone surrogates, which traces can hold, become "?" as in JSON lines.
@@ -51,23 +50,3 @@ class ParquetWriter(JsonLinesWriter):
         if self._rows:
             self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
             self._rows = []
-
-
-class _KeptOpen(io.RawIOBase):
-    """A file that stays open when pyarrow closes it, and that knows its position, which a pipe does not."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._written = 0
-
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        size = memoryview(data).nbytes
-        self._written += size
-        return size
-
-    def tell(self) -> int:
-        return self._written
-
-    def writable(self) -> bool:
-        return True
