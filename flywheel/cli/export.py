@@ -195,11 +195,9 @@ async def _export(
             there = ", ".join(f"{number} {state} ({side})" for (state, side), number in counts)
             hint = f"There are: {there}. Choose with --state and --split."
             raise ExportError(attempted, f"no task is {what}{of_split}", hint)
-        with _target(out) as file:
-            writer = form.writer(file, survey.typed)
+        with _target(out) as file, form.writer(file, survey.typed) as write:
             async for _, record in _records(store, form, survey.groups):
-                writer.write(record)
-            writer.close()
+                write(record)
         return survey
 
 
