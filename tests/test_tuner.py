@@ -35,7 +35,7 @@ async def run(task: Any, model: Any) -> float:
 
 def round_of(config: Any = None, **given: Any) -> call.Round:
     """What a call of `tune` means."""
-    return call.round_of(call.Call(run, config=config, **given), Path("/made"), Path(sys.executable))
+    return call.round_of({"workflow_func": run, "config": config, **given}, Path("/made"), Path(sys.executable))
 
 
 def settings(config: Any = None, **given: Any) -> Config:
@@ -183,7 +183,7 @@ def test_other_functions_of_the_tuner_are_refused_by_name(name: str) -> None:
 
 def test_the_workflow_stays_in_the_callers_interpreter() -> None:
     for trainer, python in ((Path(sys.executable), None), (Path("/trainer/python"), Path(sys.executable))):
-        found = call.round_of(call.Call(run), Path("/made"), trainer).settings.rollout.agent
+        found = call.round_of({"workflow_func": run}, Path("/made"), trainer).settings.rollout.agent
         assert isinstance(found, AgentProgramSettings)
         assert found.python == python
 

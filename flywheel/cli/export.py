@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -195,11 +195,9 @@ async def _export(
             there = ", ".join(f"{number} {state} ({side})" for (state, side), number in counts)
             hint = f"There are: {there}. Choose with --state and --split."
             raise ExportError(attempted, f"no task is {what}{of_split}", hint)
-        with _target(out) as file:
-            writer = form.writer(file, survey.typed)
+        with _target(out) as file, form.writer(file, survey.typed) as write:
             async for _, record in _records(store, form, survey.groups):
-                writer.write(record)
-            writer.close()
+                write(record)
         return survey
 
 
@@ -218,19 +216,28 @@ async def _measure(config: Config, path: Path, ids: Sequence[int]) -> None:
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:
-    from flywheel.training.data.formats.preference_pairs import Pairing, candidate
+    from flywheel.training.data.formats import trl
+    from flywheel.training.data.preference_pairs import ALONE, Reply, matched
 
-    pairing = Pairing(margin)
-    both = ((STATES["rejected"], pairing.add_rejected), (STATES["accepted"], pairing.add_accepted))
-    for states, add in both:
+    survey = Survey()
+    # Hashes and scores and not texts, so that a large state needs little memory.
+    rejected = defaultdict[bytes, list[Reply[int]]](list)
+    accepted = defaultdict[bytes, list[Reply[int]]](list)
+    for states, side in ((STATES["rejected"], rejected), (STATES["accepted"], accepted)):
         # What is not on this side is on the other one.
         async for one in _decided(store, states, splits, target, Counter()):
-            with _counted(pairing.left_out):
-                add(candidate(one.id, _sample(one, form)))
-    survey = Survey()
-    async for group, record in _records(store, form, pairing.pairs()):
+            with _counted(survey.left_out):
+                prompt, reply = trl.reply(one.id, _sample(one, form))
+                if side is accepted and prompt not in rejected:
+                    raise LeftOut(ALONE)
+                side[prompt].append(reply)
+    found = []
+    for prompt, worse in rejected.items():
+        pairs, left_out = matched(accepted[prompt], worse, margin)
+        found += [(chosen.of, other.of) for chosen, other in pairs]
+        survey.left_out += left_out
+    async for group, record in _records(store, form, sorted(found)):
         survey.add(group, form.columns(record))
-    survey.left_out = pairing.left_out
     return survey
 
 

@@ -37,6 +37,7 @@ from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
+from flywheel.training.data.preference_pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
 
@@ -389,5 +390,4 @@ def _is_tie(row: DataRow, margin: float) -> bool:
     if row.worse is None:
         return False
     is_same = said_in(row.reply) == said_in(row.worse_reply)
-    # Scores such as 0.3 and 0.2 differ by 0.1.
-    return is_same or (row.difference is not None and round(row.difference, 9) < margin)
+    return is_same or (row.difference is not None and not are_apart(row.difference, 0.0, margin))

@@ -76,9 +76,9 @@ def tune(
     """
     given = dict(locals())
     # Only here: a workflow's process imports the names above as well.
-    from flywheel.tuner.call import Call, run
+    from flywheel.tuner.call import run
 
-    return run(Call(**given))
+    return run(given)
 
 
 def __getattr__(name: str) -> Any:

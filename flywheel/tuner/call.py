@@ -37,26 +37,6 @@ SAMPLING: Final = ("temperature", "top_p", "enable_thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of `tune`."""
-
-    workflow_func: Callable[..., Any] | str
-    config: Config | Mapping[str, Any] | str | Path | None = None
-    judge_func: Callable[..., Any] | str | None = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    model: Any = None
-    auxiliary_models: Mapping[str, Any] | None = None
-    algorithm: Any = None
-    project_name: str | None = None
-    experiment_name: str | None = None
-    monitor_type: str | None = None
-    config_path: str | Path | None = None
-    directory: str | Path | None = None
-    trainer_python: str | Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Round:
     """The settings of the round of a call, and its data sets. `epochs` is None where `training.steps` counts.
     `origins` are the caller's keys by Flywheel's that they set."""
@@ -68,15 +48,15 @@ class Round:
     origins: dict[str, str]
 
 
-def run(call: Call) -> TuneResult:
-    """Raises ConfigError and TrainError, as `tune` does."""
+def run(given: Mapping[str, Any]) -> TuneResult:
+    """Run the round of a call of `tune`, given its arguments by name. Raises ConfigError and TrainError."""
     if MARK in os.environ:
         why = "it is called again while a rollout loads the file of the workflow"
         raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
-    trainer = trainer_python(call.trainer_python)
+    trainer = trainer_python(given["trainer_python"])
     require_packages(ATTEMPTED, trainer)
-    made = Path(call.directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
-    found = round_of(call, made, trainer)
+    made = Path(given["directory"] or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    found = round_of(given, made, trainer)
     _check_contract(found.settings)
     data, asked = (found.origins.get(key, "").removesuffix(".path") for key in ("train_dataset.path", "eval_dataset"))
     names = replace(TUNE, data=data or TUNE.data, held_out=asked or TUNE.held_out)
@@ -95,12 +75,13 @@ def _check_contract(settings: Config) -> None:
         pool.close()
 
 
-def round_of(call: Call, directory: Path, trainer: Path) -> Round:
-    """What a call means: arguments win over `config`, and `config` over the file. Raises ConfigError, which names the
-    key."""
-    file, more = _read(call.config_path), _read(call.config)
-    name, folder = (more.name, more.folder) if call.config_path is None else (file.name, file.folder)
-    if call.train_dataset is not None:
+def round_of(given: Mapping[str, Any], directory: Path, trainer: Path) -> Round:
+    """What the arguments of a call mean, of which those that are None or absent say nothing: they win over `config`,
+    and `config` over the file. Raises ConfigError, which names the key."""
+    given = {key: value for key, value in given.items() if value is not None}
+    file, more = _read(given.get("config_path")), _read(given.get("config"))
+    name, folder = (file.name, file.folder) if "config_path" in given else (more.name, more.folder)
+    if "train_dataset" in given:
         # How long it is trained on is said by the data set as well.
         _section(file.settings, "training").pop("steps", None)
     # Workflow and judge give the reward, unless `config` says otherwise.
@@ -108,7 +89,7 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     if file.is_trinitys or more.is_trinitys:
         both["train_dataset"] = {"total_epochs": EPOCHS}
     origins: dict[str, str] = {}
-    arguments, by_arguments = _arguments(call)
+    arguments, by_arguments = _arguments(given)
     for part, by_part in (
         (file.settings, file.origins),
         (more.settings, more.origins),
@@ -120,11 +101,11 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
         origins |= {key: name for key, name in by_part.items() if has(part, key)}
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
-    if call.eval_dataset is not None:
+    if "eval_dataset" in given:
         # Its lines are read as those of `train_dataset`: the argument does not say which key has the question.
         held_out = [{**train, **each} for each in held_out]
     epochs = None if "steps" in _section(both, "training") else train.get("total_epochs")
-    settings = _settings(both, call, name, folder, trainer, origins)
+    settings = _settings(both, given, name, folder, trainer, origins)
     return Round(settings, train if train.get("path") else None, held_out, epochs, origins)
 
 
@@ -158,26 +139,27 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
     return _Read(merged(settings_of(rows, name), own), name, folder, is_trinitys(raw), origins)
 
 
-def _arguments(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
+def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the arguments have, and the fields that set them. Raises ConfigError."""
     origins: dict[str, str] = {}
-    unused = ((key, key, getattr(call, key)) for key in ("project_name", "experiment_name"))
+    unused = ((key, key, given.get(key)) for key in ("project_name", "experiment_name"))
     settings_of(TRINITY.rows(unused), "the arguments")
-    made = _fields(call.model, "model", TunerModelConfig, origins, "model_path")
-    made = merged(made, _fields(call.algorithm, "algorithm", AlgorithmConfig, origins))
+    made = _fields(given.get("model"), "model", TunerModelConfig, origins, "model_path")
+    made = merged(made, _fields(given.get("algorithm"), "algorithm", AlgorithmConfig, origins))
     base = _section(made, "model").get("base")
     if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
         made["model"]["base"] = str(Path(base).expanduser().absolute())
-    if call.auxiliary_models:
-        others = {name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()}
+    if models := given.get("auxiliary_models"):
+        others = {name: _auxiliary(name, each) for name, each in models.items()}
         made = merged(made, {"rollout": {"auxiliary_models": others}})
-    if (data := call.train_dataset) is not None:
-        made = merged(made, _fields(data, "train_dataset", DatasetConfig, origins, "path"))
-    if call.eval_dataset is not None:
-        found = _fields(call.eval_dataset, "eval_dataset", DatasetConfig, {}, "path")
+    made = merged(made, _fields(given.get("train_dataset"), "train_dataset", DatasetConfig, origins, "path"))
+    if "eval_dataset" in given:
+        found = _fields(given["eval_dataset"], "eval_dataset", DatasetConfig, {}, "path")
         made["eval_dataset"] = [found["train_dataset"]]
-    return (made if call.monitor_type is None else {**made, "monitor_type": call.monitor_type}), origins
+    if "monitor_type" in given:
+        made["monitor_type"] = given["monitor_type"]
+    return made, origins
 
 
 def _fields(
@@ -225,7 +207,7 @@ def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
 
 
 def _settings(
-    both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path, origins: Mapping[str, str]
+    both: dict[str, Any], given: Mapping[str, Any], name: str, folder: Path, trainer: Path, origins: Mapping[str, str]
 ) -> Config:
     """All settings, checked. Raises ConfigError, which names the key as the caller does."""
     rollout = _section(both, "rollout")
@@ -239,11 +221,11 @@ def _settings(
         # The workflow has what it needs in the interpreter of the caller.
         **({"python": sys.executable} if trainer != Path(sys.executable) else {}),
         **(agent if isinstance(agent, Mapping) else {}),
-        "workflow": _spec_of(call.workflow_func),
+        "workflow": _spec_of(given["workflow_func"]),
         "folder": str(Path.cwd()),
     }
-    if call.judge_func is not None:
-        rollout["reward_function"] = _spec_of(call.judge_func)
+    if "judge_func" in given:
+        rollout["reward_function"] = _spec_of(given["judge_func"])
     # Nothing is read from a source: without this, Studio's database would have to exist.
     both.setdefault("sources", [])
     try:

@@ -166,8 +166,7 @@ def test_the_example_calls_tune_as_it_is_defined(monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(EXAMPLES / "workflow"))
     runpy.run_path(str(EXAMPLES / "workflow" / "tune.py"), run_name="__main__")
     assert capsys.readouterr().out == "it is better\nreward 0.25 → 0.75; adapter: a\n"
-    meant = call.Call(given["workflow_func"], config=given["config"])
-    config = call.round_of(meant, Path("d"), Path(sys.executable)).settings
+    config = call.round_of(given, Path("d"), Path(sys.executable)).settings
     assert (config.training.group_size, config.training.steps, config.rollout.temperature) == (8, 20, 1.0)
     assert isinstance(config.rollout.agent, AgentProgramSettings)
     assert config.rollout.agent.workflow == f"{EXAMPLES / 'workflow' / 'agent.py'}:run"

@@ -69,6 +69,6 @@ def comparison(*, tasks: int = 50, gain: float = 0.2, lower: float = 0.1, undeci
         lower=lower,
         upper=gain + (gain - lower),
         confidence=0.95,
-        method="paired bootstrap, BCa",
+        method="studentised by conversation, sign flips",
         scores=[],
     )

@@ -28,6 +28,7 @@ from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
 from flywheel.store import labels, rounds
 from flywheel.store.samples import recorded_lines, rejected_lines, scores
+from flywheel.training.data.preference_pairs import Reply, matched
 from flywheel.training.recorded.recordings import (
     RecordingPool,
     recording_of,
@@ -99,9 +100,9 @@ def _tasks(
 
 
 def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact: Redactor | None) -> list[RoundTask]:
-    """The tasks, each with the best accepted and the worst rejected reply to its prompt, if these differ and their
-    scores do so by `training.dpo.margin`. Of replies that people decided, an accepted one counts as 1 and a rejected
-    one as 0."""
+    """The tasks, each with the best accepted and the worst rejected reply to its prompt, of those that say something
+    else, if their scores differ by `training.dpo.margin`. Of replies that people decided, an accepted one counts as 1
+    and a rejected one as 0."""
     accepted, rejected = defaultdict[str, list[RoundTask]](list), defaultdict[str, list[RoundTask]](list)
     for task in asked:
         if task.reply:
@@ -113,17 +114,20 @@ def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact
             rejected[key].append(task.model_copy(update={"rejected": reply}))
     keys = [task.task_id for key, worse in rejected.items() for task in (*accepted[key], *worse)]
     score = scores(conn, keys) | {name: float(good) for name, good in labels.decisions(conn, keys).items()}
-    pairs = {}
+    updates = {}
     for key, worse in rejected.items():
-        best = max(accepted[key], key=lambda task: score.get(task.task_id, 1.0))
-        worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
-        difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)
-        if said_in(best.reply) != said_in(worst.rejected) and difference >= config.training.dpo.margin:
-            pairs[key] = {
+        pairs, _ = matched(
+            [Reply(task, said_in(task.reply), score.get(task.task_id, 1.0)) for task in accepted[key]],
+            [Reply(task, said_in(task.rejected), score.get(task.task_id, 0.0)) for task in worse],
+            config.training.dpo.margin,
+        )
+        if pairs:
+            best, worst = (each.of for each in pairs[0])
+            updates[key] = {
                 "reply": best.reply, "reply_task_id": best.task_id, "is_of_teacher": best.is_of_teacher,
                 "rejected": worst.rejected, "rejected_task_id": worst.task_id,
             }  # fmt: skip
-    return [task.model_copy(update=pairs.get(_prompt_key(task), {})) for task in asked]
+    return [task.model_copy(update=updates.get(_prompt_key(task), {})) for task in asked]
 
 
 def _prompt_key(task: RoundTask) -> str:

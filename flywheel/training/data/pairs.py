@@ -18,6 +18,7 @@ from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
 from flywheel.training.data.formats import messages
 from flywheel.training.data.formats.export_format import LeftOut
+from flywheel.training.data.preference_pairs import SAME, Reply, matched
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import Pair, RecordedReply, Sample
 
@@ -26,8 +27,7 @@ PAIRS_FILE: Final = "pairs.jsonl"
 
 SEVERAL: Final = "rollouts whose turns do not continue each other"
 TOO_LONG: Final = "rollouts that reached their maximum length"
-CLOSE: Final = "the rewards of its rollouts differ by less than the margin"
-SAME: Final = "its better and its worse reply are the same"
+FEW: Final = "fewer than two of its rollouts are whole and have a reward"
 MISSES: Final = "it has too many calls without a recorded result"
 UNRENDERED: Final = "its replies are not one sample each"
 
@@ -43,7 +43,8 @@ class Pairs:
     rollouts: Counter[str] = field(default_factory=Counter)
 
     def add_rollouts(self, batch: RolloutBatch, margin: float) -> None:
-        """Of each group the rollouts with the highest and the lowest reward, if these differ by `margin`."""
+        """Of each group the rollouts with the highest and the lowest reward, of those that differ in their tokens, if
+        their rewards differ by `margin`."""
         groups = defaultdict[int, list[Rollout]](list)
         for rollout in batch.rollouts:
             groups[rollout.request.group].append(rollout)
@@ -53,13 +54,20 @@ class Pairs:
             if group in with_misses:
                 self.left_out[task.task_id] = MISSES
                 continue
-            graded = [(rollout.reward, rollout) for rollout in rollouts if rollout.reward is not None]
-            usable = [(reward, rollout) for reward, rollout in graded if self._is_whole(rollout)]
-            if not usable:
-                self.left_out[task.task_id] = CLOSE
+            usable = [
+                Reply(rollout, rollout.completion.samples[0].token_ids, rollout.reward)
+                for rollout in rollouts
+                if rollout.reward is not None and self._is_whole(rollout)
+            ]
+            if len(usable) < 2:
+                self.left_out[task.task_id] = FEW
                 continue
-            best, worst = max(usable, key=lambda item: item[0]), min(usable, key=lambda item: item[0])
-            self._add(task, _ends(*best), _ends(*worst), margin)
+            pairs, why = matched(usable, usable, margin)
+            if pairs:
+                best, worst = pairs[0]
+                self._add(task, _end(best), _end(worst))
+            else:
+                self.left_out[task.task_id] = next(iter(why))
 
     def add_recorded(
         self,
@@ -76,7 +84,7 @@ class Pairs:
             if len(samples) < len(made):
                 self.left_out[task.task_id] = refused.get(task.task_id, UNRENDERED)
             else:
-                self._add(task, (samples[0], task.reply, None), (samples[1], task.rejected, None), 0.0)
+                self._add(task, (samples[0], task.reply, None), (samples[1], task.rejected, None))
 
     def write(self, folder: Path) -> None:
         """Write the pairs in TRL's format of preferences."""
@@ -100,12 +108,8 @@ class Pairs:
             return True
         return False
 
-    def _add(self, task: RoundTask, better: _End, worse: _End, margin: float) -> None:
+    def _add(self, task: RoundTask, better: _End, worse: _End) -> None:
         (chosen, chosen_messages, high), (rejected, rejected_messages, low) = better, worse
-        # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
-        if high is not None and low is not None and round(high - low, 9) < margin:
-            self.left_out[task.task_id] = CLOSE
-            return
         if chosen.token_ids == rejected.token_ids:
             self.left_out[task.task_id] = SAME
             return
@@ -136,10 +140,10 @@ def _origins(task: RoundTask, *, is_recorded: bool) -> dict[str, str]:
     return {"source": "recorded"} | {f"{side}_task_id": other or task.task_id for side, other in replies.items()}
 
 
-def _ends(reward: float, rollout: Rollout) -> _End:
-    completion = rollout.completion
+def _end(reply: Reply[Rollout]) -> _End:
+    completion = reply.of.completion
     answer = {"role": "assistant", "content": completion.text}
-    return completion.samples[0], [*completion.steps, answer], reward
+    return completion.samples[0], [*completion.steps, answer], reply.score
 
 
 def _converted(given: Sequence[ChatMessage]) -> list[ChatMessage]:

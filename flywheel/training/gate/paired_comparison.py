@@ -12,16 +12,14 @@ from scipy import stats
 
 from flywheel.records.round import Comparison, CriterionComparison, Score, SuiteComparison
 
-FEWEST_RESAMPLES: Final = 9999
-MOST_RESAMPLES: Final = 5_000_000
-"""Maximum number of resamples; a level that needs more (minutes) uses the studentised interval alone."""
-RESAMPLES_PER_TAIL: Final = 20
-"""Number of resamples beyond a bound: at level 0.001 twenty of twenty thousand."""
+FEWEST_FLIPS: Final = 9999
+MOST_FLIPS: Final = 5_000_000
+"""Maximum number of sign flips; a level that needs more (minutes) uses the studentised interval alone."""
+FLIPS_PER_TAIL: Final = 20
+"""Number of sign flips beyond a bound: at level 0.001 twenty of twenty thousand."""
 EXACT: Final = 13
 """Up to this number of conversations all subsets are enumerated; for more, subsets are sampled."""
 NUMBERS_AT_ONCE: Final = 4_000_000
-ROUNDING: Final = 1e-9
-"""Tolerance for equal gains: 0.65 - 0.5 is not exactly 0.15."""
 
 
 class Interval(NamedTuple):
@@ -33,28 +31,20 @@ class Interval(NamedTuple):
 def interval(
     sums: np.ndarray, sizes: np.ndarray, alpha: float, seed: int, *, needed: float | None = None
 ) -> Interval:
-    """Bounds of the gain, each with error probability `alpha`: the widest of three methods.
+    """Bounds of the gain, each with error probability `alpha`: the wider of two methods.
 
-    Student's t with the standard error over conversations; sign flips of conversations; and their bootstrap. If the
-    first does not distinguish the gain from `needed`, the others cannot either and are skipped. Differences are
-    limited to -1…1.
+    Student's t with the standard error over conversations, and sign flips of conversations. If the first does not
+    distinguish the gain from `needed`, the second cannot either and is skipped. Differences are limited to -1…1.
     """
     if len(sums) < 2:
         return Interval(-1.0, 1.0, "none: fewer than two conversations")
     student = _student(sums, sizes, alpha)
-    resamples = max(FEWEST_RESAMPLES, math.ceil(RESAMPLES_PER_TAIL / alpha))
-    if resamples > MOST_RESAMPLES or (needed is not None and student.lower <= needed <= student.upper):
+    flips = max(FEWEST_FLIPS, math.ceil(FLIPS_PER_TAIL / alpha))
+    if flips > MOST_FLIPS or (needed is not None and student.lower <= needed <= student.upper):
         return _within(student)
-    flips = _sign_flips(sums, sizes, alpha, resamples, seed)
-    bootstrap = _bootstrap(sums, sizes, alpha, resamples, seed)
-    found = (student, flips, bootstrap)
-    return _within(
-        Interval(
-            min(each.lower for each in found),
-            max(each.upper for each in found),
-            ", ".join(each.method for each in found if each.method),
-        )
-    )
+    flipped = _sign_flips(sums, sizes, alpha, flips, seed)
+    lower, upper = min(student.lower, flipped.lower), max(student.upper, flipped.upper)
+    return _within(Interval(lower, upper, f"{student.method}, {flipped.method}"))
 
 
 def standard_error(sums: np.ndarray, sizes: np.ndarray) -> float:
@@ -70,7 +60,7 @@ def _student(sums: np.ndarray, sizes: np.ndarray, alpha: float) -> Interval:
     return Interval(gain - width, gain + width, "studentised by conversation")
 
 
-def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: int, seed: int) -> Interval:
+def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, flips: int, seed: int) -> Interval:
     """The gains that a paired randomization test does not reject (Hartigan 1969).
 
     If the true gain is g, each conversation's deviation from g is as likely with the opposite sign. A sign flip gives
@@ -85,7 +75,7 @@ def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: in
     else:
         random, rows = np.random.default_rng(seed), NUMBERS_AT_ONCE // count
         totals = np.concatenate(
-            [_subsets(random, min(rows, resamples - start), count) @ values for start in range(0, resamples, rows)]
+            [_subsets(random, min(rows, flips - start), count) @ values for start in range(0, flips, rows)]
         )
         totals = totals[totals[:, 1] > 0]
     gains = totals[:, 0] / totals[:, 1]
@@ -101,29 +91,6 @@ def _subsets(random: np.random.Generator, subsets: int, count: int) -> np.ndarra
     """Random subsets of `count` elements with probability 1/2 each; 0 and 1 of shape (subsets, count)."""
     packed = random.integers(0, 256, (subsets, -(-count // 8)), dtype=np.uint8)
     return np.unpackbits(packed, axis=1, count=count)
-
-
-def _bootstrap(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: int, seed: int) -> Interval:
-    """Bias-corrected and accelerated (Efron 1987); percentiles where that is not defined."""
-    gain = float(sums.sum() / sizes.sum())
-    if np.ptp(sums - gain * sizes) < ROUNDING:
-        # Resampling equal values gives the value itself; BCa divides by their spread.
-        return Interval(gain, gain, "")
-    for method in ("BCa", "percentile"):
-        found = stats.bootstrap(
-            (sums, sizes),
-            lambda sums, sizes, axis=-1: sums.sum(axis) / sizes.sum(axis),
-            paired=True,
-            vectorized=True,
-            confidence_level=1 - 2 * alpha,
-            n_resamples=resamples,
-            batch=max(1, NUMBERS_AT_ONCE // len(sums)),
-            method=method,
-            rng=seed,
-        ).confidence_interval
-        if math.isfinite(found.low) and math.isfinite(found.high):
-            return Interval(float(found.low), float(found.high), f"bootstrap ({method})")
-    raise AssertionError("percentiles of finite numbers are finite")
 
 
 def _within(found: Interval) -> Interval:
@@ -163,7 +130,7 @@ def compare(
     They are those of decided answers: a task has the mean of its own, and one without any for an adapter is excluded
     and counted. The lower bound is the smaller one of two, the other that with undecided answers at their worst
     (`at_worst`), since missing scores may depend on the answer. The interval decides whether the gain is above
-    `needed`, see `interval`. Conversations are resampled, not tasks or answers, because those of one conversation are
+    `needed`, see `interval`. Conversations are compared, not tasks or answers, because those of one conversation are
     correlated. `limits` are the lowest and the highest reward.
     """
     decided = [(task, score) for task in tasks if (score := _score(task)) is not None]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data import pairs
+from flywheel.training.data import pairs, preference_pairs
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import RecordedReply, Sample
 from tests.factories.task import round_task
-from tests.training.data.rollouts import batch, missed, rollout
+from tests.training.data.rollouts import batch, failed, missed, rollout
 
 REWARDS = st.lists(
     st.lists(st.none() | st.integers(0, 20).map(lambda each: each / 20), min_size=4, max_size=6), max_size=5
@@ -51,8 +51,8 @@ def test_a_difference_that_is_the_margin_counts_and_a_tie_does_not() -> None:
     made = Pairs()
     made.add_rollouts(own_tokens([[0.8, 0.9, 0.85, 0.8], [0.5, 0.5, 0.5, 0.5], [0.5, 0.55, 0.5, 0.5]]), 0.1)
     assert [pair.task_id for pair in made.pairs] == ["t-0"]
-    assert made.left_out == {"t-1": pairs.CLOSE, "t-2": pairs.CLOSE}
-    assert made.reasons == pairs.CLOSE
+    assert made.left_out == {"t-1": preference_pairs.CLOSE, "t-2": preference_pairs.CLOSE}
+    assert made.reasons == preference_pairs.CLOSE
 
 
 def change(one: Rollout, **completion: object) -> Rollout:
@@ -72,11 +72,34 @@ def test_rollouts_that_are_not_whole_are_in_no_pair_and_counted() -> None:
     assert made.reasons == f"1 {pairs.SEVERAL}; 1 {pairs.TOO_LONG}"
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_group_with_fewer_than_two_usable_rollouts_has_no_rewards_to_compare(whole: int) -> None:
+    usable, undecided, cut, several = own_tokens([[0.9, None, 0.1, 0.5]]).rollouts
+    others = (
+        undecided,
+        failed(0),
+        change(cut, truncated=True),
+        change(several, samples=several.completion.samples * 2),
+    )
+    made = Pairs()
+    made.add_rollouts(RolloutBatch((*(usable,) * whole, *others)), 0.1)
+    assert (made.pairs, made.left_out) == ([], {"t-0": pairs.FEW})
+    assert made.rollouts == {pairs.SEVERAL: 1, pairs.TOO_LONG: 1}
+    assert made.reasons == f"{pairs.FEW}; 1 {pairs.TOO_LONG}; 1 {pairs.SEVERAL}"
+
+
 def test_equal_replies_are_no_pair() -> None:
     made = Pairs()
     made.add_rollouts(batch([0.1, 0.9, 0.5, 0.5]), 0.1)
     assert made.pairs == []
-    assert made.left_out == {"t-0": pairs.SAME}
+    assert made.left_out == {"t-0": preference_pairs.SAME}
+
+
+def test_rollouts_with_the_tokens_of_the_best_are_passed_over() -> None:
+    best, like_it, worse = (rollout(0, 0.9, (8,)), rollout(0, 0.1, (8,)), rollout(0, 0.3, (9,)))
+    made = Pairs()
+    made.add_rollouts(RolloutBatch((like_it, best, worse)), 0.1)
+    assert [(pair.chosen_score, pair.rejected_score) for pair in made.pairs] == [(0.9, 0.3)]
 
 
 def test_a_group_with_many_misses_is_left_out() -> None:
@@ -92,7 +115,7 @@ def test_a_group_with_many_misses_is_left_out() -> None:
     [
         (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), None),
         (RecordedReply("t-1", (Sample((5, 8), (False, True)), Sample((6, 8), (False, True)))), pairs.UNRENDERED),
-        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), pairs.SAME),
+        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), preference_pairs.SAME),
         (None, "it is refused"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, BinaryIO
@@ -41,17 +42,13 @@ class ExportSample:
     """Its hash, empty without a verdict."""
 
 
-class JsonLinesWriter:
+Write = Callable[[Record], object]
+
+
+@contextlib.contextmanager
+def json_lines(file: BinaryIO, typed: frozenset[str]) -> Iterator[Write]:
     """Writes one JSON object per line, UTF-8."""
-
-    def __init__(self, file: BinaryIO, typed: frozenset[str]) -> None:
-        self._file = file
-
-    def write(self, record: Record) -> None:
-        self._file.write(json_line(record))
-
-    def close(self) -> None:
-        """Write what is left. The file stays open."""
+    yield lambda record: file.write(json_line(record))
 
 
 class LeftOut(Exception):  # noqa: N818 - not an error: the format has no place for this task
@@ -66,8 +63,9 @@ class Format:
     suffix: str
     record: Callable[..., Record]
     """Converts one sample or, if `paired`, the better and the worse of two replies to one prompt. Raises LeftOut."""
-    writer: Callable[[BinaryIO, frozenset[str]], JsonLinesWriter]
-    """Takes the file and the typed columns of all records that will be written."""
+    writer: Callable[[BinaryIO, frozenset[str]], contextlib.AbstractContextManager[Write]]
+    """Takes the file and the typed columns of all records that will be written. When it ends, the file has all of
+    them and stays open."""
     paired: bool = False
     is_table: bool = False
     """One row for each reply, in their order, for analysis and not for training."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import orjson
@@ -11,63 +11,40 @@ import orjson
 from flywheel.errors import ExportError
 from flywheel.system import own_package
 from flywheel.system.files import json_line
-from flywheel.training.data.formats.export_format import JsonLinesWriter, Record
+from flywheel.training.data.formats.export_format import Record, Write
 
 ROW_GROUP = 1000
 """Rows that are written together."""
 
 
-class ParquetWriter(JsonLinesWriter):
+@contextlib.contextmanager
+def parquet(
+    file: BinaryIO, typed: frozenset[str], *, schema: Callable[[Any, frozenset[str]], Any]
+) -> Iterator[Write]:
     """Writes records with the columns of a schema, which `schema` makes of pyarrow and the typed columns."""
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetWriter
+    except ImportError as error:
+        raise ExportError(
+            "write parquet",
+            "pyarrow is not installed",
+            f"Install it: pip install {own_package.requirement('cpu')} (or [gpu]), or just: pip install pyarrow.",
+        ) from error
+    columns = schema(pa, typed)
+    rows: list[Record] = []
 
-    def __init__(
-        self, file: BinaryIO, typed: frozenset[str], *, schema: Callable[[Any, frozenset[str]], Any]
-    ) -> None:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet
-        except ImportError as error:
-            raise ExportError(
-                "write parquet",
-                "pyarrow is not installed",
-                f"Install it: pip install {own_package.requirement('cpu')} (or [gpu]), or just: pip install pyarrow.",
-            ) from error
-        self._rows: list[Record] = []
-        self._schema = schema(pa, typed)
-        self._table = pa.Table
-        self._writer = pyarrow.parquet.ParquetWriter(pa.PythonFile(_KeptOpen(file), mode="w"), self._schema)
+    def write_rows() -> None:
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=columns))
+            rows.clear()
 
-    def write(self, record: Record) -> None:
+    def write(record: Record) -> None:
         # Through JSON: lone surrogates, which traces can hold, become "?" as in JSON lines.
-        self._rows.append(orjson.loads(json_line(record)))
-        if len(self._rows) >= ROW_GROUP:
-            self._write_rows()
+        rows.append(orjson.loads(json_line(record)))
+        if len(rows) >= ROW_GROUP:
+            write_rows()
 
-    def close(self) -> None:
-        self._write_rows()
-        self._writer.close()
-
-    def _write_rows(self) -> None:
-        if self._rows:
-            self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
-            self._rows = []
-
-
-class _KeptOpen(io.RawIOBase):
-    """A file that stays open when pyarrow closes it, and that knows its position, which a pipe does not."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._written = 0
-
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        size = memoryview(data).nbytes
-        self._written += size
-        return size
-
-    def tell(self) -> int:
-        return self._written
-
-    def writable(self) -> bool:
-        return True
+    with ParquetWriter(file, columns) as writer:
+        yield write
+        write_rows()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Final
 
 from flywheel.records.states import ACCEPTED, TaskState
-from flywheel.training.data.formats.export_format import ExportSample, JsonLinesWriter, Record
-from flywheel.training.data.formats.parquet import ParquetWriter
+from flywheel.training.data.formats.export_format import ExportSample, Record, Write
+from flywheel.training.data.formats.parquet import parquet
 
 FACTS: Final = (
     "conversation_id", "trace_id", "span_id", "agent_name", "model", "adapter", "source", "split", "started_at",
@@ -57,31 +59,26 @@ def named(columns: frozenset[str]) -> dict[str, str]:
     return {**dict(zip(COLUMNS, COLUMNS, strict=True)), **of_criteria, **dict(zip(TEXTS, TEXTS, strict=True))}
 
 
-class CsvWriter(JsonLinesWriter):
+@contextlib.contextmanager
+def csv_rows(file: BinaryIO, columns: frozenset[str]) -> Iterator[Write]:
     """Writes RFC 4180 in UTF-8, texts as they are. What is missing is empty."""
-
-    def __init__(self, file: BinaryIO, columns: frozenset[str]) -> None:
-        self._names = named(columns)
-        self._csv = csv.writer(SimpleNamespace(write=lambda text: file.write(text.encode("utf-8", "replace"))))
-        self._csv.writerow(self._names.values())
-
-    def write(self, record: Record) -> None:
-        self._csv.writerow([record.get(name) for name in self._names])
+    names = named(columns)
+    rows = csv.writer(SimpleNamespace(write=lambda text: file.write(text.encode("utf-8", "replace"))))
+    rows.writerow(names.values())
+    yield lambda record: rows.writerow([record.get(name) for name in names])
 
 
-class TableWriter(ParquetWriter):
+@contextlib.contextmanager
+def parquet_rows(file: BinaryIO, columns: frozenset[str]) -> Iterator[Write]:
     """Writes the table as parquet. What is missing is null."""
+    names = named(columns)
 
-    def __init__(self, file: BinaryIO, columns: frozenset[str]) -> None:
-        self._names = named(columns)
-        super().__init__(file, columns, schema=self._columns)
-
-    def write(self, record: Record) -> None:
-        super().write({to: record.get(name) for name, to in self._names.items()})
-
-    def _columns(self, pa: Any, _: frozenset[str]) -> Any:
+    def schema(pa: Any, _: frozenset[str]) -> Any:
         types = {
             "score": pa.float64(), "value": pa.float64(), "accepted": pa.bool_(), "passed": pa.bool_(),
             "input_tokens": pa.int64(), "output_tokens": pa.int64(),
         }  # fmt: skip
-        return pa.schema([(to, types.get(name.partition(".")[0], pa.string())) for name, to in self._names.items()])
+        return pa.schema([(to, types.get(name.partition(".")[0], pa.string())) for name, to in names.items()])
+
+    with parquet(file, columns, schema=schema) as write:
+        yield lambda record: write({to: record.get(name) for name, to in names.items()})

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
+from flywheel.records.tool_calls import said_in
 from flywheel.training.data.formats import messages
-from flywheel.training.data.formats.export_format import ExportSample, Record
+from flywheel.training.data.formats.export_format import ExportSample, LeftOut, Record
+from flywheel.training.data.preference_pairs import Reply
 
 
 def grpo(sample: ExportSample) -> Record:
@@ -44,3 +50,18 @@ def dpo(chosen: ExportSample, rejected: ExportSample) -> Record:
         "chosen_task_id": chosen.line["task_id"],
         "rejected_task_id": rejected.line["task_id"],
     }
+
+
+def reply(number: int, sample: ExportSample) -> tuple[bytes, Reply[int]]:
+    """The hash of a reply's prompt and tools, and the reply with that of all it says. Raises LeftOut for one that
+    cannot be in a pair."""
+    line = sample.line
+    said = said_in(messages.reply(line))
+    if sample.score is None:
+        raise LeftOut("there is no score")
+    return _digest([messages.prompt(line), messages.tools(line)]), Reply(number, _digest(said), sample.score)
+
+
+def _digest(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

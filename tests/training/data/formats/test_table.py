@@ -20,7 +20,7 @@ from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.verdicts import point
 from flywheel.training.data.formats.export_format import ExportSample
-from flywheel.training.data.formats.table import CsvWriter, TableWriter, named, row
+from flywheel.training.data.formats.table import csv_rows, named, parquet_rows, row
 from tests.cli.conftest import Run
 from tests.factories.state import write_state
 from tests.factories.trace import START, reply
@@ -168,9 +168,9 @@ def stored(text: str) -> str:
 def test_any_text_comes_back_from_csv(texts: list[tuple[str, str]], criterion: str) -> None:
     records = [row(sample(*pair, criterion)) for pair in texts]
     file = io.BytesIO()
-    writer = CsvWriter(file, frozenset(records[0]))
-    for record in records:
-        writer.write(record)
+    with csv_rows(file, frozenset(records[0])) as write:
+        for record in records:
+            write(record)
     found = list(csv.DictReader(io.StringIO(file.getvalue().decode(), newline="")))
     assert [(each["question"], each["answer"]) for each in found] == [tuple(map(stored, pair)) for pair in texts]
     assert {each[f"value.{stored(criterion)}"] for each in found} == {"0.1"}
@@ -186,11 +186,10 @@ def test_pandas_and_pyarrow_read_what_the_state_has(texts: list[tuple[str, str]]
     records = [row(sample(*pair, "correct")) for pair in texts]
     expected = [tuple(map(stored, pair)) for pair in texts]
     files = io.BytesIO(), io.BytesIO()
-    for file, writer in zip(files, (CsvWriter, TableWriter), strict=True):
-        made = writer(file, frozenset(records[0]))
-        for record in records:
-            made.write(record)
-        made.close()
+    for file, writer in zip(files, (csv_rows, parquet_rows), strict=True):
+        with writer(file, frozenset(records[0])) as write:
+            for record in records:
+                write(record)
         file.seek(0)
     table = pyarrow.parquet.read_table(files[1]).to_pylist()
     assert [(each["question"], each["answer"]) for each in table] == expected

@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.records.states import TaskState
 from flywheel.training.data.formats.export_format import ExportSample
-from flywheel.training.data.formats.parquet import ROW_GROUP, ParquetWriter
+from flywheel.training.data.formats.parquet import ROW_GROUP, parquet
 from flywheel.training.data.formats.verl import verl, verl_schema
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported, Load
@@ -72,11 +72,10 @@ def test_scores_may_be_missing_and_answers_empty(exported: Exported, load: Load)
 @pytest.mark.training
 def test_rows_are_written_in_groups_and_all_of_them() -> None:
     file = io.BytesIO()
-    table = ParquetWriter(file, frozenset({"prompt"}), schema=verl_schema)
     kinds = [reply(1), with_tools(2), after_tools(3)]
-    for number in range(ROW_GROUP * 2 + 7):
-        table.write(verl(ExportSample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
-    table.close()
+    with parquet(file, frozenset({"prompt"}), schema=verl_schema) as write:
+        for number in range(ROW_GROUP * 2 + 7):
+            write(verl(ExportSample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
     import pyarrow.parquet as pq
 
     made = pq.ParquetFile(io.BytesIO(file.getvalue()))
