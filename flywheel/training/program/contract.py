@@ -45,8 +45,8 @@ class ContractError(Exception):
     """The function does not load or does not follow the contract; the text is a sentence for the user."""
 
 
-class ResultError(Exception):
-    """What a function returned is no result."""
+class RunError(Exception):
+    """A run gave nothing to learn from; the text says why."""
 
     def __init__(self, cause: FailureCause, message: str) -> None:
         self.cause = cause
@@ -130,19 +130,19 @@ def fields_of(
     returned: Any, kind: Kind, *, needs_text: bool = True
 ) -> tuple[float | None, str | None, dict[str, float]]:
     """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
-    That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
+    That of a judge has no response. Raises RunError, also for a response without text if `needs_text`."""
     if is_number(returned):
         return _reward(returned), None, {}
     if returned is None:
-        raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
+        raise RunError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
     reward, metrics = _field(returned, "reward"), _field(returned, "metrics")
     response = None if kind == "judge" else _field(returned, "response")
     if reward is None and response is None:
         without = "reward" if kind == "judge" else "reward and response"
         what = f"a value of type {type(returned).__name__} without {without}"
-        raise ResultError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
+        raise RunError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ResultError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
+        raise RunError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
     return (
         None if reward is None else _reward(reward),
         None if response is None else _text(response, needs_text),
@@ -313,7 +313,7 @@ def _text(response: Any, needed: bool) -> str | None:
     text = text_of(response)
     if text is None and needed:
         kind = type(response).__name__
-        raise ResultError("no_response", f"its response is an object of type {kind}, which has no text")
+        raise RunError("no_response", f"its response is an object of type {kind}, which has no text")
     # Half a surrogate pair cannot be sent to a judge.
     return None if text is None else text.encode(errors="replace").decode()
 
@@ -326,9 +326,9 @@ def is_number(value: Any) -> bool:
 def _reward(value: Any) -> float:
     # Those of NumPy are called `bool` or `bool_`.
     if type(value).__name__ in ("bool", "bool_"):
-        raise ResultError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
+        raise RunError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
     if abs(number := _finite(value, "reward")) > LARGEST_REWARD:
-        raise ResultError("not_a_number", f"its reward is {shown(value)}, which is beyond ±{LARGEST_REWARD:,.0f}")
+        raise RunError("not_a_number", f"its reward is {shown(value)}, which is beyond ±{LARGEST_REWARD:,.0f}")
     return number
 
 
@@ -338,7 +338,7 @@ def _finite(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise ResultError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
+        raise RunError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
     return number
 
 
