@@ -96,26 +96,15 @@ def check_signature(function: Callable[..., Any], kind: Kind) -> str:
     if not _is_async(function):
         raise ContractError(f"{name}{where} is not an async function: it must be `{wanted}`")
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    missing = [] if takes_all else [each for each in ESSENTIAL[kind] if each not in names]
-    if missing:
+    given = arguments_of(function, kind, dict.fromkeys((*ESSENTIAL[kind], *OPTIONAL)))
+    if missing := [name for name in ESSENTIAL[kind] if name not in given]:
         raise ContractError(f"{name}{where} has no parameter {' and '.join(missing)}: it must be `{wanted}`")
-    unknown = [
-        each.name
-        for each in parameters
-        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and each.default is each.empty
-        and (each.kind is each.POSITIONAL_ONLY or each.name not in (*ESSENTIAL[kind], *OPTIONAL))
-    ]
-    if unknown:
-        raise ContractError(
-            f"{name}{where} needs {' and '.join(unknown)}, which it is not called with: it must be `{wanted}`"
-        )
-    bare = signature.replace(
-        parameters=[each.replace(annotation=each.empty) for each in parameters], return_annotation=signature.empty
-    )
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ContractError(f"{name}{where} cannot be called: {error}; it must be `{wanted}`") from None
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    bare = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return f"async def {name}{bare}{where}"
 
 

@@ -398,24 +398,20 @@ class _Command(asyncio.SubprocessProtocol):
 
     def __init__(self) -> None:
         self.output, self.errors = bytearray(), bytearray()
-        self.exited, self.closed = asyncio.Event(), asyncio.Event()
-        self._transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self.ended, self.closed = asyncio.Event(), asyncio.Event()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
             os.write(2, data)
             self.errors += data
             del self.errors[:-4_000]
-        elif len(self.output) <= MAX_OUTPUT_BYTES:
+        else:
             self.output += data
             if len(self.output) > MAX_OUTPUT_BYTES:
-                self._transport.kill()
+                self.ended.set()
 
     def process_exited(self) -> None:
-        self.exited.set()
+        self.ended.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
@@ -424,7 +420,7 @@ class _Command(asyncio.SubprocessProtocol):
 async def _run_command(command: Sequence[str], task: Mapping[str, Any]) -> Any:
     """The object that the command writes for a task. Raises RunError."""
     try:
-        # Its `wait` would also wait for pipes that other processes keep open, in some versions of asyncio.
+        # The `wait` of create_subprocess_exec would, in some versions, wait for pipes that a left process keeps open.
         transport, found = await asyncio.get_running_loop().subprocess_exec(_Command, *command)
     except OSError as error:
         raise RunError("raised", f"it did not start: {error}") from None
@@ -432,13 +428,13 @@ async def _run_command(command: Sequence[str], task: Mapping[str, Any]) -> Any:
         given: Any = transport.get_pipe_transport(0)
         given.write(json.dumps(task).encode() + b"\n")  # a command need not read it
         given.close()
-        await found.exited.wait()
+        await found.ended.wait()
+        if len(found.output) > MAX_OUTPUT_BYTES:
+            raise RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(found.closed.wait(), PIPE_SECONDS)
     finally:
-        transport.close()
-    if len(found.output) > MAX_OUTPUT_BYTES:
-        raise RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
+        transport.close()  # kills it if it is running
     if code := transport.get_returncode():
         how = f"ended with exit code {code}" if code > 0 else f"was ended by {how_ended(code)}"
         lines = [line.strip() for line in found.errors.decode(errors="replace").splitlines() if line.strip()]

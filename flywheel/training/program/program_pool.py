@@ -41,7 +41,7 @@ from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProce
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.contract import RunError
 from flywheel.training.program.program_child import left_running, shortened
-from flywheel.training.program.watcher import ForkServer, kill, name_of, resident_bytes
+from flywheel.training.program.watcher import ForkServer, end_all, name_of, resident_bytes
 
 START_SECONDS: Final = 600.0
 """Longest start of a child: it loads the user's modules and runs the setup."""
@@ -51,7 +51,6 @@ END_SECONDS: Final = 10.0
 """After which a watcher that was told to end is killed with all that is below it."""
 GRACE_SECONDS: Final = 1.0
 """For processes that are ending when a run returns."""
-KILL_SECONDS: Final = 5.0
 
 _BOOTSTRAP: Final = """\
 import sys
@@ -143,12 +142,7 @@ class _Child(ChildProcess):
             time.sleep(0.02)
             left = self._left(helpers)
         names = [name_of(process) for process in left]
-        deadline = time.monotonic() + KILL_SECONDS
-        while left and time.monotonic() < deadline:
-            kill(left)
-            time.sleep(0.01)
-            left = self._left(helpers)
-        if left:
+        if not end_all(lambda: self._left(helpers)):
             self.end()
         return names
 
@@ -193,7 +187,8 @@ class _Child(ChildProcess):
                 self._code = int(self._said(-signal.SIGKILL))
             except TimeoutError:  # it was stopped, for example
                 self._code = -signal.SIGKILL
-                kill([psutil.Process(self.pid), *self._server.below(self.pid)])
+                whole = [*self._server.below(self.pid), psutil.Process(self.pid)]
+                end_all(lambda: [each for each in whole if each.is_running()])
             self._close()
         return self._code
 
@@ -397,7 +392,10 @@ def program_of(config: Config) -> AgentProgram | None:
             for name, model in rollout.auxiliary_models.items()
         },
         models=dict.fromkeys((base_name(config.model.base), *config.aliases), "policy") | rollout.models,
-        environment={name: _variable(name) for name in rollout.agent_environment},
+        environment={
+            name: _variable(name, "run the user's agent", "Set it, or take it out of rollout.agent_environment.")
+            for name in rollout.agent_environment
+        },
         needs_response=rollout.reward is not None and rollout.reward.rubric > 0,
         needs_reward=rollout.reward is not None and rollout.reward.workflow > 0,
     )
@@ -417,22 +415,15 @@ def _judge(settings: JudgeSettings) -> ModelEndpoint:
 def _key(name: str, variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
-    key = os.environ.get(variable, "").strip()
+    attempted, setting = f"use rollout.auxiliary_models.{name}", f"rollout.auxiliary_models.{name}.api_key_env"
+    key = _variable(variable, attempted, f"Set it, or name another one in {setting}.").strip()
     if not key or not is_sendable(key):
-        problem = "contains characters that no key has" if key else "is not set"
-        raise ConfigError(
-            f"use rollout.auxiliary_models.{name}",
-            f"the environment variable {variable} with its key {problem}",
-            f"Set it, or name another one in rollout.auxiliary_models.{name}.api_key_env.",
-        )
+        why = f"the key in the environment variable {variable} is empty or contains characters that no key has"
+        raise ConfigError(attempted, why, f"Correct it, or name another one in {setting}.")
     return {"api_key": key}
 
 
-def _variable(name: str) -> str:
+def _variable(name: str, attempted: str, hint: str) -> str:
     if (value := os.environ.get(name)) is None:
-        raise ConfigError(
-            "run the user's agent",
-            f"the environment variable {name} is not set",
-            "Set it, or take it out of rollout.agent_environment.",
-        )
+        raise ConfigError(attempted, f"the environment variable {name} is not set", hint)
     return value

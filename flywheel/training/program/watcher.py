@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import psutil
@@ -120,11 +120,15 @@ def name_of(process: psutil.Process) -> str:
     return "a process"
 
 
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill them, in this order."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+def end_all(find: Callable[[], Sequence[psutil.Process]]) -> bool:
+    """Kill what is found, again and again, until nothing is, or for KILL_SECONDS. Returns whether nothing is."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while (found := find()) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.01)
+    return not found
 
 
 def main() -> None:
@@ -160,7 +164,14 @@ def watch(command: Sequence[str], folder: str | None, server: int, channel: int,
     def wait_for_end() -> None:
         while os.getppid() == server and not select.select([connection], [], [], LOOK_SECONDS)[0]:
             pass
-        kill([process])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+    def left() -> list[psutil.Process]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        return own.children(recursive=True)
 
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -173,17 +184,11 @@ def watch(command: Sequence[str], folder: str | None, server: int, channel: int,
         say(str(error))
         os._exit(0)
     os.close(channel)
-    process = psutil.Process(pid)
-    say(os.getpid())
+    process, own = psutil.Process(pid), psutil.Process()
+    say(own.pid)
     threading.Thread(target=wait_for_end).start()
     while (ended := os.waitpid(-1, 0))[0] != pid:
         pass
-    deadline = time.monotonic() + KILL_SECONDS
-    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
-        kill(left)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.01)
+    end_all(left)
     say(os.waitstatus_to_exitcode(ended[1]))
     os._exit(0)

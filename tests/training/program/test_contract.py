@@ -142,8 +142,8 @@ async def _positional(task: Any, model: Any, /) -> float: ...
         (_no_model, "workflow", "has no parameter model: it must be `async def _no_model.task, model, aux"),
         (_nothing, "workflow", "has no parameter task and model"),
         (_plain, "judge", "has no parameter response: it must be `async def _plain.task, response"),
-        (_more, "workflow", "needs environment, which it is not called with"),
-        (_positional, "workflow", "has no parameter task and model"),
+        (_more, "workflow", "_more in .* cannot be called: missing a required argument: 'environment'; it must be"),
+        (_positional, "workflow", "cannot be called: .* positional.only"),
         (print, "workflow", "not an async function"),
     ],
 )
