@@ -60,9 +60,6 @@ class Channel:
         sys.stdout = sys.stderr
         return cls(connection, connection.recv(SECRET_BYTES, socket.MSG_WAITALL))
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def send(self, message: bytes, deadline: float | None = None, watch: Watch | None = None) -> None:
         """Raises ConnectionError when the other end is closed, and TimeoutError."""
         left = memoryview(self._secret + len(message).to_bytes(LENGTH_BYTES, "big") + message)

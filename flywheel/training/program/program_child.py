@@ -114,7 +114,7 @@ class _Runner:
     is_math_equal: bool = False
     """Whether the judge is the check `math-equal`, which the parent makes."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    _workflow: Callable[..., Any] | None = None
+    _workflow: Callable[..., Any] = lambda: None
     _judge: Callable[..., Any] | None = None
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _kept_threads: set[threading.Thread] = field(default_factory=set)
@@ -214,13 +214,10 @@ class _Runner:
         returned_values: list[str],
         answer: str | None,
     ) -> RunResult:
-        if answer is not None:
-            returned: Any = {"response": answer}
-        else:
-            if self.program.workflow:
-                given["model"] = chat_model(endpoint)
-                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
-            returned = self._call(self._workflow, "workflow", given)
+        if self.program.workflow or self._judge is not None:  # a command needs no AgentScope
+            given["model"] = chat_model(endpoint)
+            given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+        returned = {"response": answer} if answer is not None else self._call(self._workflow, "workflow", given)
         returned_values.append(shown(returned))
         reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
         given["response"] = response_of(returned)
@@ -228,8 +225,6 @@ class _Runner:
         if given["response"] is None and (needs_response or (self.is_math_equal and reward is None)):
             raise RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
         if self._judge is not None:
-            if "auxiliary_models" not in given:
-                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
             judged = self._call(self._judge, "judge", given)
             returned_values.append(f"reward function: {shown(judged)}")
             reward, _, further = _fields(judged, "judge")
@@ -273,19 +268,18 @@ class _Runner:
             inspect.signature(function).bind()
         except TypeError as error:
             raise ContractError(f"the setup function {spec} must have no required parameter: {error}") from None
-
-        returned: Any = None
-        error: BaseException | None = None
+        failure: BaseException | None = None
         try:
             # Outside of the event loop: it may call asyncio.run.
             returned = function()
         except BaseException as raised:
-            error = raised
-        if inspect.isawaitable(returned):
-            _, error = self._finish(returned)
-        if error is not None:
-            traceback.print_exception(error)
-            raise ContractError(f"the setup function {spec} raised {described(error)}")
+            failure = raised
+        else:
+            if inspect.isawaitable(returned):
+                _, failure = self._finish(returned)
+        if failure is not None:
+            traceback.print_exception(failure)
+            raise ContractError(f"the setup function {spec} raised {described(failure)}")
 
     def _cancel_tasks(self) -> None:
         async def cancelled() -> None:

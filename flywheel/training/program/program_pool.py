@@ -79,10 +79,11 @@ class _Child(ChildProcess):
         with self._connected() as channel:
             self._watcher = server.start(channel)
         self._lines = self._watcher.makefile()
-        self._pid = self._said("it ended")
-        if isinstance(self._pid, str):
+        found = self._said("it ended")
+        if isinstance(found, str):
             self._close()
-            raise OSError(self._pid)
+            raise OSError(found)
+        self._pid: int = found
         self._server = server
         self._limit = program.memory_bytes
         self._code: int | None = None

@@ -60,7 +60,7 @@ class ForkServer:
                 self._connection, theirs = socket.socketpair()
                 with theirs:
                     self._process = subprocess.Popen(
-                        self._command, stdin=theirs, stdout=2, env=self._environment, process_group=0
+                        self._command, stdin=theirs.fileno(), stdout=2, env=self._environment, process_group=0
                     )
         ours, theirs = socket.socketpair()
         with theirs:
@@ -171,7 +171,7 @@ def watch(command: Sequence[str], folder: str | None, server: int, channel: int,
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        return own.children(recursive=True)
+        return [*own.children(recursive=True)]
 
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

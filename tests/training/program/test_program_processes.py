@@ -283,25 +283,15 @@ def parent(folder: Path, case: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["hangs", "blocks"])
-def test_a_killed_parent_leaves_nothing(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "after_its_children"), [("hangs", False), ("blocks", False), ("hangs", True)])
+def test_a_killed_parent_leaves_nothing(case: str, after_its_children: bool, tmp_path: Path) -> None:
+    """Ray kills the children of an actor that it ends, and not theirs."""
     with parent(tmp_path, case) as process:
         wait_for((tmp_path / "hanging").exists, "the run", seconds=120)
-        below = [found.pid for found in psutil.Process(process.pid).children(recursive=True)]
-        assert set(noted(tmp_path)) < set(below)
-        os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not any(alive(pid) for pid in below), "the end of all processes", seconds=60)
-
-
-@pytest.mark.slow
-def test_a_parent_that_is_killed_after_its_children_leaves_nothing(tmp_path: Path) -> None:
-    """As Ray kills the children of an actor that it ends."""
-    with parent(tmp_path, "hangs") as process:
-        wait_for((tmp_path / "hanging").exists, "the run", seconds=120)
-        children = psutil.Process(process.pid).children()
-        below = [found.pid for found in psutil.Process(process.pid).children(recursive=True)]
-        assert set(noted(tmp_path)) < set(below) - {found.pid for found in children}
-        for each in [*children, process]:
+        children = psutil.Process(process.pid).children() if after_its_children else []
+        below = {found.pid for found in psutil.Process(process.pid).children(recursive=True)}
+        assert set(noted(tmp_path)) < below - {found.pid for found in children}
+        for each in (*children, process):
             each.kill()
     wait_for(lambda: not any(map(alive, below)), "the end of all processes", seconds=60)
 
