@@ -143,7 +143,7 @@ class _Child(ChildProcess):
             time.sleep(0.02)
             left = self._left(helpers)
         names = [name_of(process) for process in left]
-        if not end_all(lambda: self._left(helpers)):
+        if left and not end_all(lambda: self._left(helpers)):
             self.end()
         return names
 

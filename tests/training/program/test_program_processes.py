@@ -310,6 +310,24 @@ async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: New
 
 
 @pytest.mark.slow
+async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_pool, "END_SECONDS", 0.1)
+    pool = new_pool(AGENT)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    watcher = psutil.Process(noted(tmp_path)[0]).parent()
+    assert watcher is not None
+    watcher.suspend()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not any(map(alive, [watcher.pid, *noted(tmp_path)])), "the end of all processes")
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+
+
+@pytest.mark.slow
 async def test_children_that_are_replaced_leave_no_zombies(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(AGENT)
     for _ in range(3):
