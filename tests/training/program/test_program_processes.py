@@ -67,6 +67,8 @@ async def run(task, model):
     elif case == "ends":
         double_fork(1000)
         os._exit(3)
+    elif case == "kills its group":
+        os.killpg(0, 9)
     elif case == "hangs":
         double_fork(1000)
         pathlib.Path("hanging").touch()
@@ -307,6 +309,22 @@ async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: New
     assert (await running).cause == "ended"
     await until(lambda: not any(map(alive, below)), "the end of all processes")
     assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+
+
+@pytest.mark.slow
+async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(AGENT, workers=2)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    other, servers = noted(tmp_path), psutil.Process().children()
+    result = await pool.run({"case": "kills its group"}, MODELS, "policy")
+    assert (result.cause, result.error) == ("ended", "its process ended (SIGKILL)")
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+    assert psutil.Process().children() == servers
+    assert all(map(alive, other))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 @pytest.mark.slow
