@@ -60,9 +60,6 @@ class Channel:
         sys.stdout = sys.stderr
         return cls(connection, connection.recv(SECRET_BYTES, socket.MSG_WAITALL))
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def send(self, message: bytes, deadline: float | None = None, watch: Watch | None = None) -> None:
         """Raises ConnectionError when the other end is closed, and TimeoutError."""
         left = memoryview(self._secret + len(message).to_bytes(LENGTH_BYTES, "big") + message)
@@ -123,19 +120,25 @@ class ChildProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
         """`command` gets the number of a file descriptor as its last argument. Raises OSError if it cannot start."""
+        with self._connected() as theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                cwd=folder,
+                env=environment,
+                # Of its own: Ctrl-C is meant for the parent, and what the child starts ends with the group.
+                process_group=0,
+            )
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        """The end of a new connection for the child that is started meanwhile."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    pass_fds=[theirs.fileno()],
-                    cwd=folder,
-                    env=environment,
-                    # Of its own: Ctrl-C is meant for the parent, and what the child starts ends with the group.
-                    process_group=0,
-                )
+                yield theirs
             except BaseException:
                 ours.close()
                 raise
@@ -162,7 +165,7 @@ class ChildProcess:
             return self.receive(deadline, watch)
         except EOFError as error:
             code = self.end()
-            raise ChildEndedError(str(error) or _how_ended(code)) from None
+            raise ChildEndedError(str(error) or how_ended(code)) from None
         except BaseException:
             self.end()
             raise
@@ -191,10 +194,10 @@ class ChildProcess:
         return code
 
 
-def _how_ended(code: int) -> str:
-    """Of an exit code, also as a shell has it: 128 plus the number of a signal."""
+def how_ended(code: int) -> str:
+    """Of an exit code; that of a signal is negative."""
     with contextlib.suppress(ValueError):
-        return signal.Signals(-code if code < 0 else code - 128).name
+        return signal.Signals(-code).name
     return f"exit code {code}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,9 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
+_PR_SET_CHILD_SUBREAPER: Final = 36
 
 ARENAS: Final = 2
 MMAP_THRESHOLD_BYTES: Final = 256 * 1024
@@ -77,6 +80,17 @@ def in_container(root: Path = Path("/")) -> bool:
     with contextlib.suppress(OSError):
         return any(name.startswith(b"container=") for name in (first / "environ").read_bytes().split(b"\0"))
     return False
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all orphaned descendants (a "child subreaper"), so that they can be found again. Linux
+    only; elsewhere such orphans are not found."""
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the thread that started it ends. Linux only."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def trim_malloc() -> None:

@@ -6,12 +6,10 @@ Processes are ended by their ids; processes of others are never touched.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -40,16 +38,8 @@ from flywheel.training.engine.lost_engines import leave_out
 from flywheel.training.engine.policy import base_dtype, check_base
 from flywheel.training.program.agent_program import in_copy
 
-PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 5.0
 log = logging.getLogger(__name__)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all orphaned descendants (a "child subreaper"): vLLM's children outlive a killed actor,
-    and only descendants can be found again. Linux only; elsewhere such orphans are not found."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:

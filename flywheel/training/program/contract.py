@@ -45,8 +45,8 @@ class ContractError(Exception):
     """The function does not load or does not follow the contract; the text is a sentence for the user."""
 
 
-class ResultError(Exception):
-    """What a function returned is no result."""
+class RunError(Exception):
+    """A run gave nothing to learn from; the text says why."""
 
     def __init__(self, cause: FailureCause, message: str) -> None:
         self.cause = cause
@@ -96,26 +96,15 @@ def check_signature(function: Callable[..., Any], kind: Kind) -> str:
     if not _is_async(function):
         raise ContractError(f"{name}{where} is not an async function: it must be `{wanted}`")
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    missing = [] if takes_all else [each for each in ESSENTIAL[kind] if each not in names]
-    if missing:
+    given = arguments_of(function, kind, dict.fromkeys((*ESSENTIAL[kind], *OPTIONAL)))
+    if missing := [name for name in ESSENTIAL[kind] if name not in given]:
         raise ContractError(f"{name}{where} has no parameter {' and '.join(missing)}: it must be `{wanted}`")
-    unknown = [
-        each.name
-        for each in parameters
-        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and each.default is each.empty
-        and (each.kind is each.POSITIONAL_ONLY or each.name not in (*ESSENTIAL[kind], *OPTIONAL))
-    ]
-    if unknown:
-        raise ContractError(
-            f"{name}{where} needs {' and '.join(unknown)}, which it is not called with: it must be `{wanted}`"
-        )
-    bare = signature.replace(
-        parameters=[each.replace(annotation=each.empty) for each in parameters], return_annotation=signature.empty
-    )
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ContractError(f"{name}{where} cannot be called: {error}; it must be `{wanted}`") from None
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    bare = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return f"async def {name}{bare}{where}"
 
 
@@ -130,19 +119,19 @@ def fields_of(
     returned: Any, kind: Kind, *, needs_text: bool = True
 ) -> tuple[float | None, str | None, dict[str, float]]:
     """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
-    That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
+    That of a judge has no response. Raises RunError, also for a response without text if `needs_text`."""
     if is_number(returned):
         return _reward(returned), None, {}
     if returned is None:
-        raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
+        raise RunError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
     reward, metrics = _field(returned, "reward"), _field(returned, "metrics")
     response = None if kind == "judge" else _field(returned, "response")
     if reward is None and response is None:
         without = "reward" if kind == "judge" else "reward and response"
         what = f"a value of type {type(returned).__name__} without {without}"
-        raise ResultError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
+        raise RunError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ResultError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
+        raise RunError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
     return (
         None if reward is None else _reward(reward),
         None if response is None else _text(response, needs_text),
@@ -313,7 +302,7 @@ def _text(response: Any, needed: bool) -> str | None:
     text = text_of(response)
     if text is None and needed:
         kind = type(response).__name__
-        raise ResultError("no_response", f"its response is an object of type {kind}, which has no text")
+        raise RunError("no_response", f"its response is an object of type {kind}, which has no text")
     # Half a surrogate pair cannot be sent to a judge.
     return None if text is None else text.encode(errors="replace").decode()
 
@@ -326,9 +315,9 @@ def is_number(value: Any) -> bool:
 def _reward(value: Any) -> float:
     # Those of NumPy are called `bool` or `bool_`.
     if type(value).__name__ in ("bool", "bool_"):
-        raise ResultError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
+        raise RunError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
     if abs(number := _finite(value, "reward")) > LARGEST_REWARD:
-        raise ResultError("not_a_number", f"its reward is {shown(value)}, which is beyond ±{LARGEST_REWARD:,.0f}")
+        raise RunError("not_a_number", f"its reward is {shown(value)}, which is beyond ±{LARGEST_REWARD:,.0f}")
     return number
 
 
@@ -338,7 +327,7 @@ def _finite(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise ResultError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
+        raise RunError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
     return number
 
 

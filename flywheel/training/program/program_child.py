@@ -1,9 +1,5 @@
-"""The child process of a program pool: loads the user's function, runs it once for each request.
-
-It is three processes. The last one runs the user's code and answers each line of JSON with one. The second one only
-watches: everything that the last one starts stays its descendant (it is a "child subreaper", Linux), and when its
-input ends, which is also how the parent's death is noticed, or when the last one ends, it kills all of them. The
-first one stands in for it as the parent's child: Ray kills the children of an actor that ends, but not theirs.
+"""The process of a program pool that runs the user's code: it loads the function or finds the command, and runs it
+once for each request. Its watcher ends it (see `watcher.py`), and the pool what a run has left.
 
 It runs in the user's interpreter: only the standard library is imported.
 """
@@ -17,29 +13,26 @@ import inspect
 import json
 import logging
 import os
-import select
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import CodeType
-from typing import IO, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
-from flywheel.records.program_run import FailureCause, RunResult
-from flywheel.system.child_process import IGNORED, Channel
-from flywheel.training.program import process_tree
+from flywheel.records.program_run import RunResult
+from flywheel.system.child_process import Channel, how_ended
+from flywheel.system.process import end_with_parent
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.contract import (
     ContractError,
     Kind,
-    ResultError,
+    RunError,
     arguments_of,
     chat_model,
     check_signature,
@@ -51,47 +44,28 @@ from flywheel.training.program.contract import (
     response_of,
     shown,
 )
-from flywheel.training.program.process_tree import Process
 
 MARK: Final = "FLYWHEEL_AGENT_PROGRAM"
 """An environment variable of the processes that run the user's agent."""
-END_SIGNAL: Final = signal.SIGUSR1
-"""Ends the child, also if another process keeps its input open."""
-PR_SET_PDEATHSIG: Final = 1
-PR_SET_CHILD_SUBREAPER: Final = 36
 GRACE_SECONDS: Final = 1.0
-"""For processes and threads that are ending when the run returns."""
-KILL_SECONDS: Final = 5.0
+"""For threads that are ending when the run returns."""
 CANCEL_SECONDS: Final = 5.0
+PIPE_SECONDS: Final = 5.0
+"""For the output of a command that has ended, which a process that it left may keep open."""
 MAX_OUTPUT_BYTES: Final = 16_000_000
 """Of a command."""
 MAX_ERROR: Final = 1_200
 
-T = TypeVar("T")
-
 
 def main() -> None:
-    """The child process, until its input ends."""
+    """The process of the agent, until its connection ends."""
     os.environ[MARK] = "1"
     channel = Channel.to_parent()
-    first = os.getpid()
-    if watcher := os.fork():
-        _stand_in(watcher)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    woken = _wakeups()
-    _prctl(PR_SET_PDEATHSIG, END_SIGNAL)
-    watcher = os.getpid()
-    if runner := os.fork():
-        _watch(runner, channel.fileno(), woken, first)
-    signal.set_wakeup_fd(-1)
-    for number in (*IGNORED, signal.SIGCHLD, END_SIGNAL):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.close(woken)
     code = 1
     try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == watcher:
+        with contextlib.suppress(ImportError):  # an interpreter without ctypes
+            end_with_parent()
+        if os.getppid() == int(sys.argv.pop()):
             _serve(channel)
     except EOFError:
         code = 0
@@ -104,94 +78,6 @@ def main() -> None:
         os._exit(code)
 
 
-def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(ImportError, OSError, AttributeError):  # not Linux
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-# The processes that run no code of the user.
-
-
-def _wakeups() -> int:
-    """A file descriptor from which signals that have come can be read. Those that a terminal or a service manager
-    sends to all are ignored: the parent decides when the child ends."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    for number in (signal.SIGCHLD, END_SIGNAL):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    return woken
-
-
-def _received(woken: int) -> bytes:
-    with contextlib.suppress(BlockingIOError):
-        return os.read(woken, 4096)
-    return b""
-
-
-def _stand_in(watcher: int) -> NoReturn:
-    """Ends as the watching process does. It is told what that one is told by its parent."""
-    parent = os.getppid()
-    woken = _wakeups()
-    waiting = select.poll()
-    waiting.register(woken, select.POLLIN)
-    ended: dict[int, int] = {}
-    while watcher not in ended:
-        waiting.poll(1000)
-        # A process that was forked from the parent may keep the input open after the parent's death.
-        if END_SIGNAL in _received(woken) or os.getppid() != parent:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(watcher, END_SIGNAL)
-        _reap(ended)
-    _exit_with(ended[watcher])
-
-
-def _watch(runner: int, requests: int, woken: int, parent: int) -> NoReturn:
-    waiting = select.poll()
-    waiting.register(requests, 0)  # only its end: the other process reads it
-    waiting.register(woken, select.POLLIN)
-    ended: dict[int, int] = {}
-    while runner not in ended and os.getppid() == parent:
-        ready = [number for number, _ in waiting.poll(1000)]
-        if requests in ready or END_SIGNAL in _received(woken):
-            break
-        _reap(ended)
-    _end_all(runner, ended)
-    _exit_with(ended.get(runner, 0))
-
-
-def _exit_with(code: int) -> NoReturn:
-    """As a shell does: 128 plus the number of a signal, which is a negative code."""
-    os._exit(128 - code if code < 0 else code)
-
-
-def _reap(ended: dict[int, int]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
-
-
-def _end_all(runner: int, ended: dict[int, int]) -> None:
-    deadline = time.monotonic() + KILL_SECONDS
-    while time.monotonic() < deadline:
-        if runner not in ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(runner, signal.SIGKILL)
-        process_tree.kill(found := process_tree.descendants(os.getpid()))
-        _reap(ended)
-        if not found and runner in ended:
-            return
-        time.sleep(0.01)
-
-
-# The process that runs the user's code.
-
-
 def _serve(channel: Channel) -> NoReturn:
     def send(answer: Mapping[str, Any]) -> None:
         channel.send(json.dumps(answer, allow_nan=False).encode())
@@ -200,15 +86,16 @@ def _serve(channel: Channel) -> NoReturn:
     try:
         found = runner.load()
         agentjet = sys.modules.get("flywheel.training.program.agentjet")
-        send({"found": found, "notes": getattr(agentjet, "notes", []), "is_math_equal": runner.is_math_equal})
+        notes = getattr(agentjet, "notes", [])
+        send({"found": found, "notes": notes, "is_math_equal": runner.is_math_equal, "pid": os.getpid()})
     except ContractError as error:
-        send({"error": _shortened(str(error))})
+        send({"error": shortened(str(error))})
     while True:
         request = json.loads(channel.receive())
         models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
         result = runner.run(request["task"], models, request["trained"], request["answer"])
         runner.restore()
-        send({"result": asdict(result), "spent": runner.spent})
+        send({"result": asdict(result), "spent": runner.spent, "helpers": _of_multiprocessing()})
 
 
 def _program_of(fields: Mapping[str, Any]) -> AgentProgram:
@@ -227,10 +114,8 @@ class _Runner:
     is_math_equal: bool = False
     """Whether the judge is the check `math-equal`, which the parent makes."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    _workflow: Callable[..., Any] | None = None
+    _workflow: Callable[..., Any] = lambda: None
     _judge: Callable[..., Any] | None = None
-    _kept: set[tuple[int, int]] = field(default_factory=set)
-    """Processes of the setup."""
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _kept_threads: set[threading.Thread] = field(default_factory=set)
     """Threads of the setup that run the user's code."""
@@ -260,6 +145,7 @@ class _Runner:
                 raise ContractError(f"no model of AgentScope can be made: {described(error)}") from None
         else:
             found = _checked_command(self.program.command)
+            self._workflow = functools.partial(_run_command, self.program.command)
         if self.program.reward_function:
             judge = load_function(self.program.reward_function, self.program)
             check_signature(judge, "judge")
@@ -269,7 +155,6 @@ class _Runner:
             self._set_up(self.program.setup)
         specs = filter(None, (self.program.workflow, self.program.reward_function))
         self._folders = {self._folder, *map(folder_of, specs)}
-        self._kept = {process.identity for process in self._new_processes()}
         os.chdir(self._folder)  # the setup may have changed it
         self._restore = _restorer()
         self._kept_tasks = asyncio.all_tasks(self._loop)
@@ -295,21 +180,21 @@ class _Runner:
         returned_values: list[str] = []
         try:
             result = self._result(given, endpoint, others, returned_values, answer)
-        except _RunError as error:
-            result = RunResult(cause=error.cause, error=_shortened(str(error)))
+        except RunError as error:
+            result = RunResult(cause=error.cause, error=shortened(str(error)))
         except Exception as error:  # of making its models
             traceback.print_exc()
-            result = RunResult(cause="raised", error=_shortened(described(error)))
+            result = RunResult(cause="raised", error=shortened(described(error)))
         self._cancel_tasks()
-        left, threads = self._end_left(), _after_grace(self._busy_threads)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (threads := self._busy_threads()) and time.monotonic() < deadline:
+            time.sleep(0.02)
         # A thread cannot be ended without its process.
         self.spent |= bool(threads)
-        if left and result.cause is None:
-            result = RunResult(cause="left_processes", error=_shortened(_left_running(left)))
         if threads and result.cause is None:
-            why = _left_running([*threads.values()], "thread", "threads")
+            why = left_running([*threads.values()], "thread", "threads")
             remedy = "End what it starts before it returns, or start it in rollout.setup"
-            result = RunResult(cause="left_threads", error=f"{_shortened(why)}. {remedy}")
+            result = RunResult(cause="left_threads", error=f"{shortened(why)}. {remedy}")
         idle = {*threading.enumerate()} - {threading.current_thread(), *threads, *self._kept_threads}
         return replace(result, shown="; ".join(returned_values), idle_threads=sorted(each.name for each in idle))
 
@@ -329,95 +214,53 @@ class _Runner:
         returned_values: list[str],
         answer: str | None,
     ) -> RunResult:
-        if answer is not None:
-            returned: Any = {"response": answer}
-        elif self._workflow is None:
-            returned = self._run_command(given["task"])
-        else:
+        if self.program.workflow or self._judge is not None:  # a command needs no AgentScope
             given["model"] = chat_model(endpoint)
             given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
-            returned = self._call(self._workflow, "workflow", given)
+        returned = {"response": answer} if answer is not None else self._call(self._workflow, "workflow", given)
         returned_values.append(shown(returned))
         reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
         given["response"] = response_of(returned)
         needs_response = self.program.needs_response or self._judge is not None
         if given["response"] is None and (needs_response or (self.is_math_equal and reward is None)):
-            raise _RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
+            raise RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
         if self._judge is not None:
-            if "auxiliary_models" not in given:
-                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
             judged = self._call(self._judge, "judge", given)
             returned_values.append(f"reward function: {shown(judged)}")
             reward, _, further = _fields(judged, "judge")
             metrics |= further
         if reward is None and self.program.needs_reward and not self.is_math_equal:
-            raise _RunError("no_response", f"it returned no reward: {returned_values[-1]}")
+            raise RunError("no_response", f"it returned no reward: {returned_values[-1]}")
         return RunResult(reward, response, metrics)
 
     def _call(self, function: Callable[..., Any], kind: Kind, given: Mapping[str, Any]) -> Any:
-        async def called() -> Any:
-            # Caught here: the event loop does not survive a SystemExit.
-            try:
-                return await function(**arguments_of(function, kind, given))
-            except BaseException as error:
-                failures.append(error)
-
-        failures: list[BaseException] = []
-        returned = self._finish(called(), failures)
+        returned, error = self._finish(function(**arguments_of(function, kind, given)))
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the function has forked returned from it, too
-        if failures:
+        if isinstance(error, RunError):
+            raise error
+        if error is not None:
             where = "the reward function " if kind == "judge" else "it "
-            traceback.print_exception(failures[0])
-            raise _RunError("raised", f"{where}raised {described(failures[0])}")
+            traceback.print_exception(error)
+            raise RunError("raised", f"{where}raised {described(error)}")
         return returned
 
-    def _finish(self, coroutine: Coroutine[Any, Any, Any], failures: list[BaseException]) -> Any:
+    def _finish(self, awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+        """What it returned, or what it raised."""
+
+        async def awaited() -> tuple[Any, BaseException | None]:
+            # Caught here: the event loop does not survive a SystemExit.
+            try:
+                return await awaitable, None
+            except BaseException as error:
+                return None, error
+
         try:
-            return self._loop.run_until_complete(coroutine)
+            return self._loop.run_until_complete(awaited())
         except BaseException as error:
             # Of a task that the function has started, or of a signal: what was awaited has not ended.
             self.spent = True
-            failures.append(error)
-            return None
-
-    def _run_command(self, task: Mapping[str, Any]) -> Any:
-        try:
-            process = subprocess.Popen(
-                self.program.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        except OSError as error:
-            raise _RunError("raised", f"it did not start: {error}") from None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        output, errors = bytearray(), bytearray()
-        text = json.dumps(task).encode() + b"\n"
-        threads = [
-            threading.Thread(target=work, args=arguments, daemon=True)
-            for work, arguments in (
-                (_write, (process.stdin, text)),
-                (_read, (process, process.stdout, output)),
-                (_forward, (process.stderr, errors)),
-            )
-        ]
-        for thread in threads:
-            thread.start()
-        code = process.wait()
-        # What it left may hold its output open.
-        left = self._end_left()
-        for thread in threads:
-            thread.join(KILL_SECONDS)
-            self.spent |= thread.is_alive()
-        if len(output) > MAX_OUTPUT_BYTES:
-            raise _RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
-        if code:
-            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal(-code)}"
-            lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
-            raise _RunError("raised", f"it {how}{': ' if lines else ''}{' | '.join(lines[-5:])}")
-        if left:
-            raise _RunError("left_processes", _left_running(left))
-        return _object_of(bytes(output))
+            return None, error
 
     def _set_up(self, spec: str) -> None:
         function = load_function(spec)
@@ -425,25 +268,18 @@ class _Runner:
             inspect.signature(function).bind()
         except TypeError as error:
             raise ContractError(f"the setup function {spec} must have no required parameter: {error}") from None
-
-        async def awaited(returned: Awaitable[Any]) -> None:
-            try:
-                await returned
-            except BaseException as error:
-                failures.append(error)
-
-        failures: list[BaseException] = []
+        failure: BaseException | None = None
         try:
             # Outside of the event loop: it may call asyncio.run.
             returned = function()
-        except BaseException as error:
-            failures.append(error)
+        except BaseException as raised:
+            failure = raised
         else:
             if inspect.isawaitable(returned):
-                self._finish(awaited(returned), failures)
-        if failures:
-            traceback.print_exception(failures[0])
-            raise ContractError(f"the setup function {spec} raised {described(failures[0])}")
+                _, failure = self._finish(returned)
+        if failure is not None:
+            traceback.print_exception(failure)
+            raise ContractError(f"the setup function {spec} raised {described(failure)}")
 
     def _cancel_tasks(self) -> None:
         async def cancelled() -> None:
@@ -454,19 +290,7 @@ class _Runner:
                 self.spent |= bool(running)
 
         if not self.spent:
-            self._finish(cancelled(), [])
-
-    def _end_left(self) -> list[str]:
-        """Kill what the run has started and left, after a while in which it can end by itself. Returns the names."""
-        left = _after_grace(self._new_processes)
-        names = [process.name for process in left]
-        deadline = time.monotonic() + KILL_SECONDS
-        while left and time.monotonic() < deadline:
-            process_tree.kill(left)
-            time.sleep(0.01)
-            left = self._new_processes()
-        self.spent |= bool(left)
-        return names
+            self._finish(cancelled())
 
     def _busy_threads(self) -> dict[threading.Thread, str]:
         """Threads, except those of the setup, that run the user's code or wait to run it, and where they are."""
@@ -482,29 +306,13 @@ class _Runner:
         inside = (file.relative_to(folder) for folder in self._folders if file.is_relative_to(folder))
         return any(not is_installed(str(path)) for path in inside)
 
-    def _new_processes(self) -> list[Process]:
-        """What was started since the setup, except by processes of the setup."""
-        # For the life of the interpreter; multiprocessing starts them when they are first used.
-        tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
-        server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-        of_multiprocessing = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
-        children = process_tree.children_by_parent()
-        found: list[Process] = []
-        open_pids = [os.getppid()]
-        while open_pids:
-            for process in children.get(open_pids.pop(), []):
-                if process.identity in self._kept or process.pid in of_multiprocessing:
-                    continue
-                open_pids.append(process.pid)
-                if process.pid != os.getpid():
-                    found.append(process)
-        return found
 
-
-class _RunError(Exception):
-    def __init__(self, cause: FailureCause, message: str) -> None:
-        self.cause = cause
-        super().__init__(message)
+def _of_multiprocessing() -> list[int]:
+    """The pids of its helpers, which it starts when they are first used, for the life of the interpreter."""
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    found = getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)
+    return [pid for pid in found if pid is not None]
 
 
 def _fields(
@@ -513,11 +321,11 @@ def _fields(
     where = "the reward function: " if kind == "judge" else ""
     try:
         return fields_of(returned, kind, needs_text=needs_text)
-    except ResultError as error:
-        raise _RunError(error.cause, f"{where}{error}") from None
+    except RunError as error:
+        raise RunError(error.cause, f"{where}{error}") from None
     except Exception as error:  # of a property of the user's object
         traceback.print_exc()
-        raise _RunError("raised", f"{where}reading what it returned raised {described(error)}") from None
+        raise RunError("raised", f"{where}reading what it returned raised {described(error)}") from None
 
 
 def _checked_command(command: tuple[str, ...]) -> str:
@@ -559,14 +367,6 @@ def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
     }
 
 
-def _after_grace(find: Callable[[], T]) -> T:
-    """What is found after a while in which it can end by itself."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while (left := find()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
 def _codes(thread: threading.Thread) -> Iterator[CodeType]:
     """What a thread runs, the innermost function first, with the tasks of its event loop; and what a timer will."""
     frame = sys._current_frames().get(thread.ident or 0)
@@ -587,39 +387,60 @@ def _codes(thread: threading.Thread) -> Iterator[CodeType]:
         yield code
 
 
-def _left_running(names: list[str], one: str = "process", several: str = "processes") -> str:
-    number = f"a {one}" if len(names) == 1 else f"{len(names)} {several}"
-    return f"it left {number} running: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+class _Command(asyncio.SubprocessProtocol):
+    """What a command writes: its output up to the limit, and the end of its standard error, which goes to ours."""
+
+    def __init__(self) -> None:
+        self.output, self.errors = bytearray(), bytearray()
+        self.ended, self.closed = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            os.write(2, data)
+            self.errors += data
+            del self.errors[:-4_000]
+        else:
+            self.output += data
+            if len(self.output) > MAX_OUTPUT_BYTES:
+                self.ended.set()
+
+    def process_exited(self) -> None:
+        self.ended.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
 
 
-def _write(pipe: IO[bytes], text: bytes) -> None:
-    with contextlib.suppress(OSError):  # a command need not read it
-        pipe.write(text)
-    with contextlib.suppress(OSError):
-        pipe.close()
-
-
-def _read(process: subprocess.Popen[bytes], pipe: IO[bytes], output: bytearray) -> None:
-    while chunk := os.read(pipe.fileno(), 65_536):
-        if len(output) <= MAX_OUTPUT_BYTES:
-            output += chunk
-        if len(output) > MAX_OUTPUT_BYTES:
-            process.kill()
-    pipe.close()
-
-
-def _forward(pipe: IO[bytes], errors: bytearray) -> None:
-    """To our own standard error; the last of it is kept."""
-    while chunk := os.read(pipe.fileno(), 65_536):
-        os.write(2, chunk)
-        errors += chunk
-        del errors[:-4_000]
-    pipe.close()
+async def _run_command(command: Sequence[str], task: Mapping[str, Any]) -> Any:
+    """The object that the command writes for a task. Raises RunError."""
+    try:
+        # The `wait` of create_subprocess_exec would, in some versions, wait for pipes that a left process keeps open.
+        transport, found = await asyncio.get_running_loop().subprocess_exec(_Command, *command)
+    except OSError as error:
+        raise RunError("raised", f"it did not start: {error}") from None
+    try:
+        given: Any = transport.get_pipe_transport(0)
+        given.write(json.dumps(task).encode() + b"\n")  # a command need not read it
+        given.close()
+        await found.ended.wait()
+        if len(found.output) > MAX_OUTPUT_BYTES:
+            raise RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(found.closed.wait(), PIPE_SECONDS)
+    finally:
+        transport.close()  # kills it if it is running
+    if code := transport.get_returncode():
+        how = f"ended with exit code {code}" if code > 0 else f"was ended by {how_ended(code)}"
+        lines = [line.strip() for line in found.errors.decode(errors="replace").splitlines() if line.strip()]
+        raise RunError("raised", f"it {how}{': ' if lines else ''}{' | '.join(lines[-5:])}")
+    if not found.closed.is_set():
+        raise RunError("left_processes", "a process that it started keeps its output open")
+    return _object_of(bytes(found.output))
 
 
 def _object_of(output: bytes) -> Any:
     if not output.strip():
-        raise _RunError("no_result", "it wrote nothing to standard output")
+        raise RunError("no_result", "it wrote nothing to standard output")
     try:
         found = json.loads(output)
         why = "" if isinstance(found, dict) else f"it is of type {type(found).__name__}"
@@ -627,16 +448,14 @@ def _object_of(output: bytes) -> Any:
         found, why = None, str(error)
     if why:
         start = output.strip()[:80].decode(errors="replace")
-        raise _RunError("bad_output", f"its output is not one JSON object ({why}); it begins with {start!r}")
+        raise RunError("bad_output", f"its output is not one JSON object ({why}); it begins with {start!r}")
     return found
 
 
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def left_running(names: list[str], one: str = "process", several: str = "processes") -> str:
+    number = f"a {one}" if len(names) == 1 else f"{len(names)} {several}"
+    return f"it left {number} running: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from flywheel.records.program_run import ENGINE_FAULTS, CallFault, RunResult
@@ -73,50 +73,32 @@ async def roll_out(
     calls = session.calls
     made = timelines(calls)
     loop = await asyncio.to_thread(cut_loop, calls)
-    is_cut = session.is_truncated
-    # How a run failed says more about a call that it gave up.
-    if (fault := session.fault) is not None and (run.cause is None or fault[0] in ENGINE_FAULTS):
-        why = f"a call of the model has no answer, nor has a retry of it ({fault[0]}): {fault[1]}"
-        return _failed(run, made, fault[0], why, truncated=is_cut)
-    if run.cause is not None:
-        is_decided = bool(loop) and setup.rewards_loops
-        is_cut = is_cut or session.is_full
-        is_limited = is_cut or is_decided
-        if fault is not None or not calls or not is_limited or (setup.needs_reward and not is_decided):
-            return _failed(run, made, run.cause, f"the agent failed ({run.cause}): {run.error}", truncated=is_cut)
-    if not calls:
-        why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
-        return _failed(run, made, "no_calls", why)
-    last = text_of(calls[-1].answer.get("content"))
-    answer = last if run.response is None else run.response
-    return Completion(
-        text=answer,
-        samples=made.samples,
-        texts=made.texts,
-        steps=tuple(steps_of(made, answer)),
-        turns=len(calls),
-        forks=made.forks,
-        truncated=is_cut,
-        loop=loop,
-        run=run,
-        system_prompts=_system_prompts(made),
-    )
-
-
-def _failed(run: RunResult, made: Timelines, cause: str, why: str, *, truncated: bool = False) -> Completion:
-    """What it generated is kept for people to read; nothing of it is trained on."""
-    return Completion(
+    # What a failed run generated is kept for people to read; nothing of it is trained on.
+    completion = Completion(
         samples=made.samples,
         texts=made.texts,
         steps=tuple(steps_of(made, "")),
-        turns=sum(map(len, made.calls)),
+        turns=len(calls),
         forks=made.forks,
-        truncated=truncated,
-        error=why,
+        truncated=session.is_truncated,
         run=run,
-        cause=cause,
         system_prompts=_system_prompts(made),
     )
+    # How a run failed says more about a call that it gave up.
+    if (fault := session.fault) is not None and (run.cause is None or fault[0] in ENGINE_FAULTS):
+        why = f"a call of the model has no answer, nor has a retry of it ({fault[0]}): {fault[1]}"
+        return replace(completion, cause=fault[0], error=why)
+    if run.cause is not None:
+        is_decided = bool(loop) and setup.rewards_loops
+        completion = replace(completion, truncated=session.is_truncated or session.is_full)
+        is_limited = completion.truncated or is_decided
+        if fault is not None or not calls or not is_limited or (setup.needs_reward and not is_decided):
+            return replace(completion, cause=run.cause, error=f"the agent failed ({run.cause}): {run.error}")
+    if not calls:
+        why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
+        return replace(completion, cause="no_calls", error=why)
+    answer = text_of(calls[-1].answer.get("content")) if run.response is None else run.response
+    return replace(completion, text=answer, steps=tuple(steps_of(made, answer)), loop=loop)
 
 
 def _system_prompts(made: Timelines) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from flywheel.system import log as logs
 from flywheel.system.files import write_atomic
 from flywheel.system.lock import alone_in
 from flywheel.system.log import output_to
+from flywheel.system.process import adopt_orphans
 from flywheel.system.signals import Stopped, catch_signals
 from flywheel.training.data.round_directory import clear, finished, go_on, read_spec, settings_of, write_error
 from flywheel.training.engine import ray_cluster
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
     parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
     directory = parser.parse_args(argv).directory.absolute()
     catch_signals()
-    ray_cluster.adopt_orphans()
+    adopt_orphans()  # vLLM's children outlive a killed actor
     try:
         work(directory, make_grade)
     except Stopped as stopped:

@@ -157,7 +157,7 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"use rollout\.auxiliary_models\.user: the environment variable NOT_SET"):
         program_of(config(tmp_path, auxiliary_models={"user": model}))
     monkeypatch.setenv("NOT_SET_API_KEY", "schlüssel")
-    with pytest.raises(ConfigError, match="NOT_SET_API_KEY with its key contains characters that no key has"):
+    with pytest.raises(ConfigError, match="NOT_SET_API_KEY is empty or contains characters that no key has"):
         program_of(config(tmp_path, auxiliary_models={"user": model}))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from flywheel.training.program.contract import (
     ContractError,
-    ResultError,
+    RunError,
     arguments_of,
     check_signature,
     fields_of,
@@ -142,8 +142,8 @@ async def _positional(task: Any, model: Any, /) -> float: ...
         (_no_model, "workflow", "has no parameter model: it must be `async def _no_model.task, model, aux"),
         (_nothing, "workflow", "has no parameter task and model"),
         (_plain, "judge", "has no parameter response: it must be `async def _plain.task, response"),
-        (_more, "workflow", "needs environment, which it is not called with"),
-        (_positional, "workflow", "has no parameter task and model"),
+        (_more, "workflow", "_more in .* cannot be called: missing a required argument: 'environment'; it must be"),
+        (_positional, "workflow", "cannot be called: .* positional.only"),
         (print, "workflow", "not an async function"),
     ],
 )
@@ -221,7 +221,7 @@ def test_results(returned: Any, expected: Any) -> None:
     ],
 )
 def test_what_is_no_result(returned: Any, cause: str, why: str) -> None:
-    with pytest.raises(ResultError) as caught:
+    with pytest.raises(RunError) as caught:
         fields_of(returned, "workflow")
     assert caught.value.cause == cause
     assert why in str(caught.value)
@@ -229,7 +229,7 @@ def test_what_is_no_result(returned: Any, cause: str, why: str) -> None:
 
 def test_a_judge_needs_a_reward_and_its_response_is_not_read() -> None:
     assert fields_of({"reward": 1, "response": object()}, "judge") == (1.0, None, {})
-    with pytest.raises(ResultError, match="without reward instead of a number or an object with reward and metrics"):
+    with pytest.raises(RunError, match="without reward instead of a number or an object with reward and metrics"):
         fields_of({"response": "yes"}, "judge")
 
 

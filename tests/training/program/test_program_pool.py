@@ -150,7 +150,7 @@ async def test_the_working_directory_and_the_modules_beside_the_file(new_pool: N
             "it must be `async def run(task, model, auxiliary_models=None, logger=None)`",
         ),
         ("async def run(task): return 1", "has no parameter model"),
-        ("async def run(task, model, agent): return 1", "needs agent"),
+        ("async def run(task, model, agent): return 1", "missing a required argument: 'agent'"),
         ("async def ran(task, model): return 1", "has no run; it has ran"),
         ("import a_package_that_is_not_there", "No module named 'a_package_that_is_not_there'"),
         ("import os; os._exit(3)", "while it was loaded, its process ended (exit code 3)"),

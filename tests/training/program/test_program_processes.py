@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from flywheel.training.program import process_tree, program_pool
+from flywheel.training.program import program_pool
 from tests.factories.time_limit import runs_out_when
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
-from tests.waiting import wait_for
+from tests.waiting import until, wait_for
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there a process can adopt orphans")
 
 MB = 1_000_000
 
@@ -64,6 +67,8 @@ async def run(task, model):
     elif case == "ends":
         double_fork(1000)
         os._exit(3)
+    elif case == "kills its group":
+        os.killpg(0, 9)
     elif case == "hangs":
         double_fork(1000)
         pathlib.Path("hanging").touch()
@@ -78,10 +83,9 @@ async def run(task, model):
 
 def alive(pid: int) -> bool:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def noted(folder: Path) -> list[int]:
@@ -231,17 +235,16 @@ async def test_memory_that_processes_share_counts_once(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    look = program_pool._Memory.of
+    look = program_pool.resident_bytes
 
-    def noted(memory: program_pool._Memory, root: int, *, limit: int, now: bool) -> int:
-        shared = (tmp_path / "forked").exists() and not found
-        size = look(memory, root, limit=limit, now=now or shared)
-        if shared:
+    def noted(processes: Sequence[psutil.Process], limit: int) -> int:
+        size = look(processes, limit)
+        if len(processes) > 6 and not found and (tmp_path / "forked").exists():
             found.append(size)
             (tmp_path / "looked").touch()
         return size
 
-    monkeypatch.setattr(program_pool._Memory, "of", noted)
+    monkeypatch.setattr(program_pool, "resident_bytes", noted)
     pool = new_pool(MEMORY, memory_bytes=200 * MB)
     result = await pool.run({"where": "shared", "size": 80 * MB}, MODELS, "policy")
     assert (result.cause, result.error) == (None, "")
@@ -282,32 +285,73 @@ def parent(folder: Path, case: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["hangs", "blocks"])
-def test_a_killed_parent_leaves_nothing(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "after_its_children"), [("hangs", False), ("blocks", False), ("hangs", True)])
+def test_a_killed_parent_leaves_nothing(case: str, after_its_children: bool, tmp_path: Path) -> None:
+    """Ray kills the children of an actor that it ends, and not theirs."""
     with parent(tmp_path, case) as process:
         wait_for((tmp_path / "hanging").exists, "the run", seconds=120)
-        below = [found.pid for found in process_tree.descendants(process.pid)]
-        assert set(noted(tmp_path)) <= set(below)
-        os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not any(alive(pid) for pid in below), "the end of all processes", seconds=60)
+        children = psutil.Process(process.pid).children() if after_its_children else []
+        below = {found.pid for found in psutil.Process(process.pid).children(recursive=True)}
+        assert set(noted(tmp_path)) < below - {found.pid for found in children}
+        for each in (*children, process):
+            each.kill()
+    wait_for(lambda: not any(map(alive, below)), "the end of all processes", seconds=60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_parent", [False, True])
-def test_a_parent_whose_children_are_killed_leaves_nothing(with_parent: bool, tmp_path: Path) -> None:
-    """As Ray kills the children of an actor that it ends."""
-    with parent(tmp_path, "hangs") as process:
-        try:
-            wait_for((tmp_path / "hanging").exists, "the run", seconds=120)
-            started = noted(tmp_path)
-            children = [found.pid for found in process_tree.children_by_parent()[process.pid]]
-            below = [found.pid for pid in children for found in process_tree.descendants(pid)]
-            assert set(started) <= set(below)
-            for pid in [process.pid, *children] if with_parent else children:
-                os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: not any(map(alive, [*started, *below])), "the end of all processes", seconds=60)
-        finally:
-            process.kill()
+async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(AGENT)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    [server] = psutil.Process().children()
+    below = [server.pid, *(found.pid for found in server.children(recursive=True))]
+    server.kill()
+    assert (await running).cause == "ended"
+    await until(lambda: not any(map(alive, below)), "the end of all processes")
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+
+
+@pytest.mark.slow
+async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(AGENT, workers=2)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    other, servers = noted(tmp_path), psutil.Process().children()
+    result = await pool.run({"case": "kills its group"}, MODELS, "policy")
+    assert (result.cause, result.error) == ("ended", "its process ended (SIGKILL)")
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+    assert psutil.Process().children() == servers
+    assert all(map(alive, other))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.slow
+async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_pool, "END_SECONDS", 0.1)
+    pool = new_pool(AGENT)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    watcher = psutil.Process(noted(tmp_path)[0]).parent()
+    assert watcher is not None
+    watcher.suspend()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not any(map(alive, [watcher.pid, *noted(tmp_path)])), "the end of all processes")
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+
+
+@pytest.mark.slow
+async def test_children_that_are_replaced_leave_no_zombies(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(AGENT)
+    for _ in range(3):
+        assert (await pool.run({"case": "ends"}, MODELS, "policy")).cause == "ended"
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+    assert len(psutil.Process(psutil.Process(noted(tmp_path)[-1]).ppid()).parent().children()) == 1
 
 
 @pytest.mark.slow
@@ -354,21 +398,3 @@ async def test_a_pool_is_closed_though_a_fork_keeps_its_file_descriptors(
 
 def _inheritable() -> tuple[int, ...]:
     return tuple(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists())
-
-
-def test_a_machine_without_proc_has_empty_trees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert os.getpid() in {found.pid for found in process_tree.descendants(os.getppid())}
-    monkeypatch.setattr(process_tree, "PROC", tmp_path / "nowhere")
-    assert process_tree.descendants(os.getppid()) == []
-
-
-def test_names_with_parentheses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = ["S", "7", *["0"] * 17, "1234", "0", "3", *["0"] * 20]
-    (tmp_path / "42").mkdir()
-    (tmp_path / "42" / "stat").write_text(f"42 (a ) S 1 (b) {' '.join(fields)}\n")
-    monkeypatch.setattr(process_tree, "PROC", tmp_path)
-    [found] = process_tree.descendants(7)
-    assert found.identity == (42, 1234)
-    assert found.resident_bytes == 3 * process_tree.PAGE_BYTES
-    assert found.name == "a process"
-    assert process_tree.shared_evenly(found) == 0, "it has ended since"
