@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import TrainError
@@ -19,8 +20,7 @@ from flywheel.records.program_run import CallFault
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.samples import CallTokens, identity_of, message_identity
-from flywheel.training.engine.chat_rendering import POLICY_SAMPLING
-from flywheel.training.engine.served_application import BASE_MODEL, Limits, ServedApplication
+from flywheel.training.engine.served_application import BASE_MODEL, TIME_UP, Limits, ServedApplication
 
 PASSED: Final = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
@@ -29,6 +29,17 @@ PASSED: Final = (
     "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
 )  # fmt: skip
 """What a client decides about its requests. The rest, with all sampling, is the rollout's."""
+POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+)
+"""Parameters of rollouts to learn from, whatever the server's defaults are: the logprobs are then the policy's."""
 OF_REQUEST: Final = (400, 413, 422)
 """Statuses that concern one request, such as a prompt that is too long. Others but 200 are errors of the engine."""
 NO_LOGPROB: Final = -9999.0
@@ -115,14 +126,16 @@ class Session:
         tokens: int | None = None,
         turns: int | None = None,
         turn_tokens: int | None = None,
+        seconds: float | None = None,
         model: str = "policy",
         frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> None:
         """A rollout `as_served` has the server's defaults of sampling, also its temperature if `temperature` is None.
         `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls,
-        and at most `turn_tokens` in each. These limits hold for calls at the same time as well: each reserves its
-        turn and tokens. `model` is the name that the client sees, unless it uses another one.
-        `frozen` are models that answer by their names, as the server does; None is the base model."""
+        and at most `turn_tokens` in each; this holds for calls at the same time as well, of which each reserves a
+        turn and tokens. After `seconds`, messages are cut (`Limits`). `model` is the name that the client sees,
+        unless it uses another one. `frozen` are models that answer by their names, as the server does; None is the
+        base model."""
         self.generated = 0
         self.is_truncated = False
         self.is_full = False
@@ -130,6 +143,7 @@ class Session:
         self.models = (model, *self._frozen)
         self._app, self._context, self._texts = app, context, texts
         self._tokens, self._turns, self._turn_tokens = tokens, turns, turn_tokens
+        self._until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._seed, self._numbers = seed, itertools.count()
         self._as_served = as_served
         self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
@@ -179,24 +193,23 @@ class Session:
 
         return ended
 
-    async def complete(
-        self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
-    ) -> SessionReply:
-        """The response to a chat request, which generates at most `max_tokens`.
+    async def complete(self, body: Mapping[str, Any], *, attempt: int | None = None) -> SessionReply:
+        """The response to a chat request.
 
         A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
         retries of this request, if the client counts them; above 0 it is a retry. So is a request that equals one
         whose client left. All others are calls of their own, which wait while calls in flight have reserved all that
         is left of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
 
-        Raises vLLM's EngineDeadError if the engine is dead.
+        Raises vLLM's EngineDeadError if the engine is dead, and TimeoutError if the rollout's time was up before the
+        first token.
         """
         if self._is_closed:
             return _refusal(410, "this rollout has ended", "Gone")
         key = _key(body)
         call, earlier = self._retried(key, attempt), self._left(key)
         if call is None:
-            call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body, max_tokens)))
+            call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body)))
             self._calls.append(call)
             self._unanswered.append(call)
         call.waiting += 1
@@ -260,7 +273,7 @@ class Session:
         return ""
 
     @asynccontextmanager
-    async def _limits(self, body: Mapping[str, Any], max_tokens: int | None) -> AsyncIterator[Limits]:
+    async def _limits(self, body: Mapping[str, Any]) -> AsyncIterator[Limits]:
         """The limits of a call, which has a turn and its tokens reserved while it is in flight. Waits as long as
         calls in flight may leave something for it. Raises _BeyondLimitError."""
         async with self._queue:  # first come, first served
@@ -270,10 +283,10 @@ class Session:
             if reached := self._limit_reached():
                 self.is_truncated = True
                 raise _BeyondLimitError(f"this rollout has reached its limit of {reached}")
-            bounds = [each for each in (max_tokens, self._turn_tokens) if each is not None]
+            bounds = [] if self._turn_tokens is None else [self._turn_tokens]
             if self._tokens is not None:
                 bounds.append(self._tokens - self.generated - sum(self._reserved))
-            limits = Limits(self._context, min(bounds, default=None), server_default=self._as_served)
+            limits = Limits(self._context, min(bounds, default=None), self._as_served, self._until)
             reserved = 0 if self._tokens is None else min(*bounds, _asked_tokens(body) or bounds[-1])
             self._reserved.append(reserved)
         try:
@@ -282,12 +295,12 @@ class Session:
             self._reserved.remove(reserved)
             self._given_back.set()
 
-    async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> SessionReply:
+    async def _call(self, body: Mapping[str, Any]) -> SessionReply:
         if self._is_frozen(body):
             status, answer = await self._ask(body, self._as_deployed(body["model"]), Limits(self._app.context))
         else:
             try:
-                async with self._limits(body, max_tokens) as limits:
+                async with self._limits(body) as limits:
                     status, answer = await self._ask(body, self._forced, limits)
                     if status == 200:
                         self._record(body, answer)
@@ -321,6 +334,8 @@ class Session:
         """Whether a limit of the rollout or the server ended the last recorded message. One that the client asked
         for, below these, is its own matter."""
         call = self._recorded[-1]
+        if call.finish_reason == TIME_UP:
+            return True
         is_asked = any(body.get(name) is not None for name in ("max_tokens", "max_completion_tokens"))
         if not limits.context:  # neither it nor the tokens of a server elsewhere are known
             return call.finish_reason == "length" and not is_asked

@@ -259,7 +259,7 @@ async def test_a_call_that_its_client_gave_up_is_remembered_unless_a_retry_is_an
 async def test_budgets_end_a_rollout() -> None:
     app = ScriptedApplication()
     rollout = session(app, tokens=3)
-    await rollout.complete(asking("a"), max_tokens=8)
+    await rollout.complete(asking("a"))
     await rollout.complete(asking("b"))
     reply = await rollout.complete(asking("c"))
     assert [limits.tokens for limits in app.limits] == [3, 1]
@@ -267,10 +267,9 @@ async def test_budgets_end_a_rollout() -> None:
     assert rollout.is_truncated
     app = ScriptedApplication()
     rollout = session(app, tokens=7, turn_tokens=4)
-    await rollout.complete(asking("a"), max_tokens=2)
-    await rollout.complete(asking("b"), max_tokens=8)
-    await rollout.complete(asking("c"))
-    assert [limits.tokens for limits in app.limits] == [2, 4, 3], "a turn has a limit of its own"
+    for text in "abc":
+        await rollout.complete(asking(text))
+    assert [limits.tokens for limits in app.limits] == [4, 4, 3], "a turn has a limit of its own"
     rollout = session(app, turns=1)
     first = await rollout.complete(asking("a"))
     assert await rollout.complete(asking("a"), attempt=1) == first, "a retry is no turn"
