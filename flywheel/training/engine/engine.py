@@ -227,7 +227,7 @@ class Engine(RolloutEngine, RoundActor):
                 *(_written(step) for step in task.steps if step.get("role") == "assistant"),
             ]
             needs = max(task.output_tokens, sum(map(self._chat.length, written)))
-            prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
+            prompts.append(Prompt(task, ids, needs))
         await self._check_tools([prompt.task for prompt in prompts])
         return prompts, refused
 

@@ -42,17 +42,18 @@ def reply(
     logprobs: Sequence[float | None],
     text: str,
     *,
+    prompt_texts: Sequence[str | None] = (),
     texts: Sequence[str | None] = (),
     truncated: bool = False,
 ) -> Completion:
-    """A completion of one message, given its tokens with the one that ends the turn, and their `texts` if known."""
+    """A completion of one message, given its tokens with the one that ends the turn, and their texts if known."""
     before = asked.token_ids
     sample = Sample(
         (*before, *token_ids),
         (*(False for _ in before), *(True for _ in token_ids)),
         (*(None for _ in before), *logprobs),
     )
-    of_prompt, own = asked.texts or [None] * len(before), texts or [None] * len(token_ids)
+    of_prompt, own = prompt_texts or [None] * len(before), texts or [None] * len(token_ids)
     return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated)
 
 

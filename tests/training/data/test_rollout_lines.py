@@ -26,8 +26,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
-    asked = Prompt(round_task("t-9"), (5, 6), texts=("What", "?"))
-    completion = reply(asked, (8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
+    asked = Prompt(round_task("t-9"), (5, 6))
+    completion = reply(
+        asked,
+        (8, 9, 2),
+        (-0.25, None, -1.23456789),
+        "seven",
+        prompt_texts=("What", "?"),
+        texts=("se", "ven", "<end>"),
+    )
     line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
     assert line["samples"] == [
         {
@@ -131,8 +138,8 @@ def test_token_text_does_not_double_the_file() -> None:
     ids = tuple(range(30_000, 32_000))
     texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
     logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
-    asked = Prompt(round_task(), ids[:1_000], texts=texts[:1_000])
-    completion = reply(asked, ids[1_000:], logprobs, "answer", texts=texts[1_000:])
+    asked = Prompt(round_task(), ids[:1_000])
+    completion = reply(asked, ids[1_000:], logprobs, "answer", prompt_texts=texts[:1_000], texts=texts[1_000:])
     made = Rollout(request(of=asked), completion, verdict(1))
     line = rollout_line(made, 1, 0.0)
     size = len(json.dumps(line, separators=(",", ":")))

@@ -89,11 +89,11 @@ def test_tokens_and_logprobs_are_those_of_direct_calls(
     calls, completions = asked(engine, requests), directly(engine, requests)
     assert len({call.token_ids for call in calls}) > len(calls) // 2
     for call, completion, prompt in zip(calls, completions, prompts, strict=True):
-        assert (call.prompt_ids, call.prompt_texts) == (prompt.token_ids, prompt.texts)
+        assert call.prompt_ids == prompt.token_ids
         assert call.token_ids == completion.token_ids
         assert call.logprobs == completion.logprobs
         [texts] = completion.texts
-        assert texts == (*prompt.texts, *call.texts)
+        assert texts == (*call.prompt_texts, *call.texts)
         # The sample to train on is the same, whichever way it came.
         assert timelines([call]).samples == completion.samples
 
