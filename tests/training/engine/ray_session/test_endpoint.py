@@ -187,8 +187,10 @@ def test_a_message_whose_time_is_up_keeps_what_was_generated(engine: Any, prompt
     def abort(actor: Engine) -> bool:
         states = actor._llm.output_processor.request_states.values()
         begun = [each.external_req_id for each in states if each.detokenizer.output_token_ids]
-        if begun:
-            actor._aborting = asyncio.ensure_future(actor._llm.abort(begun))  # type: ignore[attr-defined]
+        server = actor._endpoint._server
+        if begun and server is not None:
+            # In another thread than the engine's loop.
+            asyncio.run_coroutine_threadsafe(actor._llm.abort(begun), server._serving.get_loop()).result()
         return bool(begun)
 
     for seed in range(20):
