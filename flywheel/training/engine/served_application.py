@@ -72,6 +72,7 @@ def server_arguments(given: Sequence[str], model: str) -> Namespace:
             raise ValueError(message)
 
     parser = make_arg_parser(Parser(add_help=False))
+    arguments: Namespace
     try:
         asked, arguments = parser.parse_args([*given]), parser.parse_args([])
         for name in OF_CHATS:
