@@ -1,4 +1,4 @@
-"""The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
+"""The rollout engine: one vLLM in one Ray actor, prompts in, completions with token ids and logprobs out.
 
 Adapters arrive as files, with names and numbers that are used once: an engine that reloads a known name would
 serve a mixture of both. Nothing here grades or trains.

@@ -29,10 +29,14 @@ async def test_a_rollout_whose_time_is_up_has_the_messages_that_came() -> None:
     task = recorded_task(steps((call("add", {"a": 1}), "1")), (ADD,))
     asked = rollout_request(task, None, as_served=True, seconds=600)
     with Endpoint(answer) as endpoint:
+        application = RemoteApplication(RemoteModel(endpoint.base_url, "m"), seconds=60)
+        engine = RemoteEngine(application)
+        await engine.start()
         try:
-            engine = RemoteEngine(RemoteApplication(RemoteModel(endpoint.base_url, "m"), seconds=60))
             found, none = await engine.generate(asked), await engine.generate(asked)
         finally:
             go.set()
+            await engine.stop()
+            application._client.close()
     assert (found.truncated, found.error, found.text, len(found.steps)) == (True, "", "", 2)
     assert none.error == "no message within 600 s"
