@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -26,6 +25,7 @@ from flywheel.records.verdict import Exchange
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import RolloutRequest
 from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.session import POLICY_SAMPLING
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 IN_FLIGHT: Final = 16
@@ -106,6 +106,8 @@ async def _compare(
     engine: Engine, pool: list[Client], prompts: list[Prompt], times: int
 ) -> tuple[list[float], list[float]]:
     """Latencies of direct calls and of the same calls by the endpoint, as many in flight as there are clients."""
+    from vllm import SamplingParams
+
     direct: list[float] = []
     endpoint: list[float] = []
     for at in range(times + 2):
@@ -117,9 +119,17 @@ async def _compare(
         ]
 
         async def directly(place: int, asked: list[RolloutRequest] = asked) -> tuple[int, ...]:
-            # The first call of a session has this seed.
-            request = replace(asked[place], seed=seed_of(asked[place].seed, 0))
-            return (await engine.generate(request)).token_ids
+            request = asked[place]
+            sampling = SamplingParams(
+                **POLICY_SAMPLING,
+                temperature=request.temperature,
+                max_tokens=request.max_tokens,
+                # The first call of a session has this seed.
+                seed=seed_of(request.seed, 0),
+                logprobs=0,
+            )
+            output = await engine._run(request.prompt.token_ids, sampling, None)
+            return tuple(output.outputs[0].token_ids)
 
         async def by_endpoint(place: int, urls: list[str] = urls, bodies: list[bytes] = bodies) -> tuple[int, ...]:
             answer = await pool[place].ask(urls[place], bodies[place])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flywheel.training.engine.chat_rendering import ChatFormat, ServedChat
+from flywheel.training.engine.chat_rendering import ServedChat
 from flywheel.training.engine.engine import EngineSettings
+from flywheel.training.engine.served_application import server_arguments
 
 
 @dataclass(frozen=True)
@@ -17,28 +18,31 @@ class Served:
 
     renderer: Any
     model_config: Any
+    vllm_config: Any
 
-    def chat(self, chat: ChatFormat | None = None, context: int = 512) -> ServedChat:
-        return ServedChat(chat or ChatFormat(), self.model_config, self.renderer, context)
+    def chat(self, *arguments: str) -> ServedChat:
+        """With these arguments of the server."""
+        return ServedChat(server_arguments(arguments, self.model_config.model), self.model_config, self.renderer)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         return str(self.renderer.get_tokenizer().decode(tokens))
 
 
-def rendering(model: Path, chat: ChatFormat | None = None) -> Iterator[Served]:
+def rendering(model: Path, *arguments: str) -> Iterator[Served]:
+    """With the server's defaults of sampling."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    chat = chat or ChatFormat()
+    server = server_arguments(arguments, str(model))
     config = AsyncEngineArgs(
         str(model),
         max_model_len=512,
         dtype="float32",
-        generation_config=chat.generation,
-        override_generation_config=chat.overrides,
+        generation_config=server.generation_config,
+        override_generation_config=server.override_generation_config,
     ).create_engine_config()
     made = renderer_from_config(config)
-    yield Served(made, config.model_config)
+    yield Served(made, config.model_config, config)
     made.shutdown()
 
 

@@ -147,4 +147,4 @@ def asked(*reply: dict[str, Any], history: tuple[dict[str, Any], ...] = ()) -> R
 
 
 def recorded(served: Served, task: RoundTask, *, empty: bool = False) -> RecordedReply:
-    return asyncio.run(served.chat(context=4096).recorded_reply(task, empty_reasoning=empty))
+    return asyncio.run(served.chat().recorded_reply(task, empty_reasoning=empty))

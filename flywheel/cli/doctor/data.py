@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -24,8 +24,8 @@ from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.round import METRICS_FILE
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
-from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
-from flywheel.serving.server.vllm_command import chat_arguments
+from flywheel.serving.server.model_parsers import TOOLS_REMEDY, template_words, writes_tools
+from flywheel.serving.server.vllm_command import chat_arguments, chat_template, parses_tools
 from flywheel.sources.call_puller import pulled_servers
 from flywheel.sources.jsonl.reader import JsonlFile, files_of, unread_in
 from flywheel.sources.otlp.inbox import own_file
@@ -40,9 +40,6 @@ from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.step_times import figures_of, times_of
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
-
-if TYPE_CHECKING:
-    from flywheel.training.engine.chat_rendering import ChatFormat
 
 _WAITS: Final = {
     "generate": "generation",
@@ -270,12 +267,12 @@ def _recordings(conn: Connection, config: Config) -> Finding:
         parts.append("rounds leave them out (`rollout.agent: reply`)")
         return Finding("recordings", Result.OK, "; ".join(parts), figures=figures)
     problems = []
-    chat = _chat(config)
-    if writes_tools(config.model.base, chat.template) is False:
-        text = f"{total} with tools, and {chat.template_of(config.model.base)} writes none"
+    base, arguments = config.model.base, chat_arguments(config.model.base, config.serving)
+    template = chat_template(arguments)
+    if writes_tools(base, template) is False:
+        text = f"{total} with tools, and {template_words(base, template)} writes none"
         return Finding("recordings", Result.FAILED, text, TOOLS_REMEDY, figures=figures)
-    if not chat.tool_parser:
-        base = config.model.base
+    if not parses_tools(arguments):
         parts.append(f"no parser is known for the tool calls of {base}: they stay text, when serving and in rounds")
         problems.append(_NO_PARSER)
     sample = list(_sample(conn, config))
@@ -302,13 +299,6 @@ def _recordings(conn: Connection, config: Config) -> Finding:
         problems.append(_MISSES if config.rollout.tools.on_miss == "error" else _LOW)
     result = Result.WARNING if problems else Result.OK
     return Finding("recordings", result, "; ".join(parts), " ".join(problems[:1]), figures=figures)
-
-
-def _chat(config: Config) -> ChatFormat:
-    """The server's settings of chats, those in its own arguments included."""
-    from flywheel.training.engine.chat_rendering import served_format
-
-    return served_format(chat_arguments(config.model.base, config.serving))
 
 
 def _sample(conn: Connection, config: Config) -> Iterator[TraceRecording]:

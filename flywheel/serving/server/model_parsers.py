@@ -137,6 +137,11 @@ def writes_tools(base: str, template: str | None = None) -> bool | None:
     return bool(_TOOLS.search(text)) if text else None
 
 
+def template_words(base: str, template: str | None) -> str:
+    """A chat template in words, for an error: that of the model, or `template`, a file or the template itself."""
+    return f"the chat template {' '.join(template.split())[:200]}" if template else f"{base}'s chat template"
+
+
 def _chosen(given: str | None, known: str | None) -> str | None:
     return known if given is None else None if given == NO_PARSER else given
 

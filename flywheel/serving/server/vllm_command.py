@@ -6,6 +6,7 @@ Checks and builds its arguments and its environment. It never imports vLLM, whic
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -98,10 +99,25 @@ def has_tls(extra_args: Sequence[str]) -> bool:
 
 
 def chat_arguments(base: str, serving: ServingSettings) -> list[str]:
-    """vLLM's arguments for chats: the parsers of a base model, and the user's own."""
+    """vLLM's arguments for chats: context and parsers of a base model, and the user's own."""
     tool, reasoning = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
-    arguments = ["--enable-auto-tool-choice", "--tool-call-parser", tool] if tool else []
+    arguments = [] if serving.max_model_len is None else ["--max-model-len", str(serving.max_model_len)]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool] if tool else []
     return arguments + (["--reasoning-parser", reasoning] if reasoning else []) + [*serving.extra_args]
+
+
+def parses_tools(arguments: Sequence[str]) -> bool:
+    """Whether vLLM parses tool calls with these arguments; otherwise they stay in the text."""
+    return {"--enable-auto-tool-choice", "--tool-call-parser"} <= {*map(_flag, arguments)}
+
+
+def chat_template(arguments: Sequence[str]) -> str | None:
+    """The chat template in vLLM's arguments, a file or the template itself; None is the model's own."""
+    found = None
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        if _flag(argument) == "--chat-template":
+            found = argument.partition("=")[2] if "=" in argument else following
+    return found
 
 
 def _flag(argument: str) -> str:
@@ -136,8 +152,6 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
         # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
         # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset"), and every model with it.
         arguments += ["--no-enable-chunked-prefill"]
-    if serving.max_model_len is not None:
-        arguments += ["--max-model-len", str(serving.max_model_len)]
     if adapters:
         modules = [json.dumps({"name": adapter, "path": path}) for adapter, path in adapters.items()]
         arguments += ["--lora-modules", *modules]

@@ -25,14 +25,12 @@ TOLERANCE: Final = 16
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A task with its rendered prompt, which of a task for the user's agent is only an example. Its traced reply had
-    `needs` tokens (0: unknown); a rollout has at most `max_tokens` (0: as many as the server allows). `texts` are
-    those of the tokens, empty if unknown."""
+    `needs` tokens (0: unknown); a rollout has at most `max_tokens` (0: as many as the server allows)."""
 
     task: RoundTask
     token_ids: tuple[int, ...]
     needs: int = 0
     max_tokens: int = 0
-    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

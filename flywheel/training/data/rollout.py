@@ -122,12 +122,6 @@ class RolloutRequest:
     seconds: float | None = None
     max_turn_tokens: int | None = None
 
-    @property
-    def longest_turn(self) -> int | None:
-        """Maximum tokens of its first message; None if as many as the server allows."""
-        limits = (self.max_tokens, self.max_turn_tokens)
-        return min((each for each in limits if each is not None), default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -192,28 +186,6 @@ class Completion:
             for token, own, logprob in zip(sample.token_ids, sample.loss_mask, sample.logprobs, strict=True):
                 if own:
                     yield token, logprob
-
-
-def reply(
-    prompt: Prompt,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    text: str,
-    *,
-    texts: Sequence[str | None] = (),
-    truncated: bool = False,
-    loop: str = "",
-    error: str = "",
-) -> Completion:
-    """A completion of one message, given its tokens with the one that ends the turn, and their `texts` if known."""
-    before = prompt.token_ids
-    sample = Sample(
-        (*before, *token_ids),
-        (*(False for _ in before), *(True for _ in token_ids)),
-        (*(None for _ in before), *logprobs),
-    )
-    of_prompt, own = prompt.texts or [None] * len(before), texts or [None] * len(token_ids)
-    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated, loop=loop, error=error)
 
 
 @dataclass(frozen=True, slots=True)

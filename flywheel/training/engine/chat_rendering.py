@@ -1,25 +1,23 @@
-"""Renders chat requests as the agent's server does: prompt tokens, sampling parameters, and parsed answers.
+"""Renders prompts and recorded replies as the agent's server does.
 
-vLLM does more than apply the chat template: it parses the JSON text of earlier tool calls' arguments, reorders tool
-definitions, takes defaults from the model's generation_config.json, and parses reasoning and tool calls out of
-completions. This module calls vLLM's own code with the server's settings.
+vLLM does more than apply the chat template: it parses the JSON text of earlier tool calls' arguments, and reorders
+tool definitions. This module calls vLLM's own code with the server's arguments.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
+from flywheel.serving.server.model_parsers import template_words
 from flywheel.training.data.samples import CallTokens, RecordedReply, Sample, identity_of, message_identity, timelines
 from flywheel.training.engine.target_message import NoSampleError, Target, as_context
 
@@ -38,106 +36,21 @@ _THINKING_TOO: Final = (
 )
 """Before a template: the last message has its reasoning as `thinking`, too."""
 
-POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
-)
-"""Parameters of rollouts to learn from, whatever the server's defaults are: the logprobs are then the policy's."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
-    """The settings of `flywheel serve` that concern chats.
-
-    `template` is a file or the template itself; None is the model's own. `arguments` are given to the template with
-    every request. An empty parser is none; a plugin is a file that adds some. `generation` is where defaults of
-    sampling come from (`auto`: the model's folder), `overrides` what takes their place. A `max_model_len` of None is
-    the model's own context.
-    """
-
-    template: str | None = None
-    content: str = "auto"
-    arguments: dict[str, Any] = field(default_factory=dict)
-    tool_parser: str = ""
-    reasoning_parser: str = ""
-    tool_plugin: str = ""
-    reasoning_plugin: str = ""
-    generation: str = "auto"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    max_model_len: int | None = None
-
-    def template_of(self, model: str) -> str:
-        """The chat template in words, for an error."""
-        return (
-            f"the chat template {' '.join(self.template.split())[:200]}"
-            if self.template
-            else f"{model}'s chat template"
-        )
-
-
-def served_format(arguments: Sequence[str], *, max_model_len: int | None = None) -> ChatFormat:
-    """The server's arguments that determine prompts, sampling and answers. Raises TrainError when it cannot
-    be read."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--chat-template")
-    parser.add_argument("--chat-template-content-format", default="auto")
-    parser.add_argument("--default-chat-template-kwargs", type=json.loads, default={})
-    parser.add_argument("--enable-auto-tool-choice", action="store_true")
-    parser.add_argument("--tool-call-parser", default="")
-    parser.add_argument("--reasoning-parser", default="")
-    parser.add_argument("--tool-parser-plugin", default="")
-    parser.add_argument("--reasoning-parser-plugin", default="")
-    parser.add_argument("--generation-config", default="auto")
-    parser.add_argument("--override-generation-config", type=json.loads, default={})
-    found, _ = parser.parse_known_args([_dashed(argument) for argument in arguments])
-    for name in ("default_chat_template_kwargs", "override_generation_config"):
-        if not isinstance(getattr(found, name), dict):
-            parser.error(f"argument {_dashed(f'--{name}')}: it is no JSON object")
-    return ChatFormat(
-        template=found.chat_template,
-        content=found.chat_template_content_format,
-        arguments=found.default_chat_template_kwargs,
-        # Without the switch, vLLM leaves tool calls in the text.
-        tool_parser=found.tool_call_parser if found.enable_auto_tool_choice else "",
-        reasoning_parser=found.reasoning_parser,
-        tool_plugin=found.tool_parser_plugin,
-        reasoning_plugin=found.reasoning_parser_plugin,
-        generation=found.generation_config,
-        overrides=found.override_generation_config,
-        max_model_len=max_model_len,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedAnswer:
-    """A completion as an agent receives it: `text` without reasoning, and the names of the called `tools`."""
-
-    text: str
-    tools: tuple[str, ...] = ()
-
 
 class ServedChat:
-    """The chat endpoint of the server, as far as it depends on neither weights nor HTTP, with a `context` of so many
-    tokens. Raises TrainError for a template or a parser that vLLM does not have."""
+    """The server's rendering of chats, with its `arguments` (`server_arguments`). `template` is its chat template in
+    words, for an error. Raises TrainError for one that vLLM does not read."""
 
-    def __init__(self, chat: ChatFormat, model_config: Any, renderer: Any, context: int) -> None:
-        self._context = context
-        self._chat, self._model_config, self._renderer = chat, model_config, renderer
-        self._template = _template_of(chat)
+    def __init__(self, arguments: Namespace, model_config: Any, renderer: Any) -> None:
+        self._arguments, self._model_config, self._renderer = arguments, model_config, renderer
+        self._template = _template_of(arguments.chat_template)
+        self.template = template_words(model_config.model, arguments.chat_template)
         if self._template is None and not renderer.get_tokenizer().chat_template:
             raise TrainError(
                 f"render prompts for {model_config.model}",
                 "its tokenizer has no chat template",
                 "Use an instruction-tuned model, or add a chat template to its directory.",
             )
-        self._parser = self._parsers()
-        self._defaults = model_config.get_diff_sampling_param()
         self._texts: dict[int, str] = {}
 
     async def encode(self, task: RoundTask) -> tuple[int, ...]:
@@ -261,9 +174,8 @@ class ServedChat:
                 return
             else:
                 return
-        model = self._model_config.model
         raise TrainError(
-            f"train on recorded replies with {self._chat.template_of(model)}",
+            f"train on recorded replies with {self.template}",
             f"no reply can be a sample: {refused[0]}",
             "Name another template with --chat-template in serving.extra_args, or train with GRPO.",
         )
@@ -297,81 +209,13 @@ class ServedChat:
                 begin = place + 1
         return tuple(texts)
 
-    def sampling(self, task: RoundTask, prompt_tokens: int, *, temperature: float | None, seed: int) -> Any:
-        """vLLM's parameters for the task as an agent asks it: with the server's defaults and its limits.
-        `temperature` None is the server's."""
-        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-
-        request = self._adjusted(_request(task, temperature=temperature, seed=seed))
-        model_config = self._model_config
-        # As in vLLM's chat endpoint: a limit set for the server applies, the model's own default does not.
-        if model_config.generation_config in ("auto", "vllm"):
-            bound = (model_config.override_generation_config or {}).get("max_new_tokens")
-        else:
-            bound = self._defaults.get("max_tokens")
-        longest = get_max_tokens(self._context, None, prompt_tokens, self._defaults, bound)
-        return request.to_sampling_params(longest, self._defaults)
-
-    def keeps_special_tokens(self, task: RoundTask) -> bool:
-        """Whether the parsers need the special tokens in the text of an answer."""
-        return not self._adjusted(_request(task)).skip_special_tokens
-
-    def answer(self, task: RoundTask, prompt: Sequence[int], text: str, tokens: Sequence[int]) -> ParsedAnswer:
-        """The parsed completion of the task's prompt, as the server returns it."""
-        if self._parser is None:
-            return ParsedAnswer(text)
-        request = _request(task)
-        parser = self._parser_for(request)
-        parser.set_prompt_token_ids(list(prompt))
-        _, content, calls = parser.parse(
-            text, request, enable_auto_tools=bool(self._chat.tool_parser), model_output_token_ids=tokens
-        )
-        return ParsedAnswer(content or "", tuple(call.name for call in calls or ()))
-
-    def _parsers(self) -> Any:
-        from vllm.parser import ParserManager
-        from vllm.reasoning import ReasoningParserManager
-        from vllm.tool_parsers import ToolParserManager
-
-        chat = self._chat
-        try:
-            if chat.tool_plugin:
-                ToolParserManager.import_tool_parser(chat.tool_plugin)
-            if chat.reasoning_plugin:
-                ReasoningParserManager.import_reasoning_parser(chat.reasoning_plugin)
-            return ParserManager.get_parser(
-                tool_parser_name=chat.tool_parser or None,
-                reasoning_parser_name=chat.reasoning_parser or None,
-                enable_auto_tools=bool(chat.tool_parser),
-                model_name=self._model_config.model,
-                tokenizer=self._renderer.get_tokenizer(),
-            )
-        except TypeError as error:
-            raise TrainError(
-                "parse answers as the server does",
-                " ".join(str(error).split())[:300],
-                "Correct serving.tool_call_parser and serving.reasoning_parser, or serving.extra_args.",
-            ) from error
-
-    def _adjusted(self, request: Any) -> Any:
-        # vLLM adjusts requests without tools for reasoning parsers alone.
-        parsers = self._parser
-        if parsers is None or not (request.tools or parsers.reasoning_parser_cls or parsers.always_adjust_request):
-            return request
-        return self._parser_for(request).adjust_request(request)
-
-    def _parser_for(self, request: Any) -> Any:
-        return self._parser(
-            self._renderer.get_tokenizer(),
-            request.tools,
-            chat_template_kwargs=self._about(request).chat_template_kwargs,
-            model_config=self._model_config,
-        )
-
     def _about(self, request: Any) -> Any:
+        from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+
         offered = [tool.model_dump() for tool in request.tools] if request.tools else None
-        return request.build_chat_params(self._template, self._chat.content).with_defaults(
-            {**self._chat.arguments, "tools": offered, "tokenize": False}
+        defaults = resolve_default_chat_template_kwargs(self._arguments)
+        return request.build_chat_params(self._template, self._arguments.chat_template_content_format).with_defaults(
+            {**defaults, "tools": offered, "tokenize": False}
         )
 
 
@@ -403,27 +247,16 @@ def _special_tokens(tokenizer: Any) -> list[str]:
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
-def _template_of(chat: ChatFormat) -> str | None:
+def _template_of(given: str | None) -> str | None:
     """The text of the server's configured template; None is the model's own."""
     from vllm.renderers.chat_utils import load_chat_template
 
     try:
-        text: str | None = load_chat_template(chat.template)
+        text: str | None = load_chat_template(given)
     except Exception as error:  # vLLM raises its own error classes, which differ between versions
         raise TrainError(
-            f"read the chat template {chat.template}",
+            f"read the chat template {given}",
             " ".join(str(error).split())[:300],
             "Correct --chat-template in serving.extra_args; it must be readable for the worker too.",
         ) from error
     return text
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise TrainError("answer as the server does", message, "Correct serving.extra_args.")
-
-
-def _dashed(argument: str) -> str:
-    """As vLLM does: `--chat_template` is `--chat-template`."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

@@ -1,4 +1,4 @@
-"""The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
+"""The rollout engine: one vLLM in one Ray actor, prompts in, completions with token ids and logprobs out.
 
 Adapters arrive as files, with names and numbers that are used once: an engine that reloads a known name would
 serve a mixture of both. Nothing here grades or trains.
@@ -14,9 +14,9 @@ import importlib.metadata
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 import ray
 
 from flywheel.errors import TrainError
-from flywheel.judge.rubric.checks.degenerate import find_loop
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
@@ -33,15 +32,15 @@ from flywheel.serving.server.model_parsers import TOOLS_REMEDY, weight_bytes
 from flywheel.system.process_folder import ProcessFolder
 from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
+from flywheel.training.engine.chat_rendering import ServedChat
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.rollout_engine import RolloutEngine
-from flywheel.training.engine.served_application import ServedApplication, unless_dead
+from flywheel.training.engine.served_application import ServedApplication, server_arguments, unless_dead
 from flywheel.training.engine.target_message import NoSampleError
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,8 @@ END_OF_SEVERAL_SECONDS = 5.0
 class EngineSettings:
     """Settings of an engine; `kv_cache_gib` applies without a GPU, `gpu_memory_utilization` with one. The context is
     at least `max_model_len`, and the server's context if memory allows. `more_adapters` are loaded beside those of
-    the policy. `imitates`: all that is trained on are recorded replies."""
+    the policy. `server` are the arguments of `flywheel serve` for chats. `imitates`: all that is trained on are
+    recorded replies."""
 
     model: str
     max_model_len: int
@@ -73,7 +73,7 @@ class EngineSettings:
     gpu_memory_utilization: float
     kv_cache_gib: int
     cpu_threads: int
-    chat: ChatFormat = field(default_factory=ChatFormat)
+    server: tuple[str, ...] = ()
     more_adapters: int = 0
     tensor_parallel: int = 1
     imitates: bool = False
@@ -122,7 +122,6 @@ class Engine(RolloutEngine, RoundActor):
         Raises TrainError. (A method, because Ray passes on only the text of a constructor's error.)
         """
         settings = self._settings
-        dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ[CPU_LORA_VARIABLE] = "1"
@@ -138,13 +137,14 @@ class Engine(RolloutEngine, RoundActor):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         gpu = torch.cuda.is_available()
+        server = server_arguments(settings.server, settings.model)
         arguments: dict[str, Any] = {
             "model": settings.model,
             # By default vLLM converts float32 to half precision; its logprobs would then differ from the trainer's.
-            "dtype": dtype,
+            "dtype": base_dtype(settings.model),
             # Stop tokens, and the server's sampling defaults for the gate's answers.
-            "generation_config": settings.chat.generation,
-            "override_generation_config": settings.chat.overrides,
+            "generation_config": server.generation_config,
+            "override_generation_config": server.override_generation_config or {},
             "enable_lora": True,
             "max_loras": settings.lora_slots,
             "max_cpu_loras": settings.lora_slots,
@@ -171,7 +171,7 @@ class Engine(RolloutEngine, RoundActor):
             # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset").
             arguments["enable_chunked_prefill"] = False
         try:
-            served = _served_context(settings, arguments)
+            served = _served_context(server, arguments)
             arguments["max_model_len"] = wanted = max(served, settings.max_model_len)
             if not gpu:
                 arguments["max_num_batched_tokens"] = max(wanted, 8192)
@@ -180,7 +180,7 @@ class Engine(RolloutEngine, RoundActor):
             vllm_config.model_config.original_max_model_len = -1
             if settings.imitates:
                 renderer, model_config = renderer_from_config(vllm_config), vllm_config.model_config
-                await ServedChat(settings.chat, model_config, renderer, served).check_targets()
+                await ServedChat(server, model_config, renderer).check_targets()
                 renderer.shutdown()
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
         except TrainError:
@@ -203,8 +203,8 @@ class Engine(RolloutEngine, RoundActor):
                 "memory holds a context of %d tokens, and the server's is %d: answers end there", context, served
             )
         context = self._context = min(context, served)
-        self._chat = ServedChat(settings.chat, self._llm.model_config, self._llm.renderer, context)
-        self._application = await ServedApplication.build(self._llm, settings.chat)
+        self._chat = ServedChat(server, self._llm.model_config, self._llm.renderer)
+        self._application = await ServedApplication.build(self._llm, server)
         await self._endpoint.start()
         return StartedEngine(torch.cuda.get_device_name() if gpu else "cpu", context, versions())
 
@@ -227,7 +227,7 @@ class Engine(RolloutEngine, RoundActor):
                 *(_written(step) for step in task.steps if step.get("role") == "assistant"),
             ]
             needs = max(task.output_tokens, sum(map(self._chat.length, written)))
-            prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
+            prompts.append(Prompt(task, ids, needs))
         await self._check_tools([prompt.task for prompt in prompts])
         return prompts, refused
 
@@ -242,10 +242,9 @@ class Engine(RolloutEngine, RoundActor):
             except Exception:  # a template that refuses the prompt without its tools depends on them
                 return
         if with_tools:
-            template = self._settings.chat.template_of(self._settings.model)
             raise TrainError(
                 f"show the model the tools of {quantity(len(with_tools), 'task')}",
-                f"{template} writes the same prompt with tools and without",
+                f"{self._chat.template} writes the same prompt with tools and without",
                 TOOLS_REMEDY,
             )
 
@@ -293,47 +292,14 @@ class Engine(RolloutEngine, RoundActor):
         await asyncio.to_thread(shutil.rmtree, self._path(adapter))
 
     async def generate(self, request: RolloutRequest) -> Completion:
-        """One rollout: a message, or a trajectory if the task has recorded tools or is done by the user's agent."""
-        if request.prompt.task.agent == "program":
-            completion = await self._with_program(request)
-            if self._llm.errored:
-                # The agent was told so, and failed. That is no fault of its own.
-                raise self._llm.dead_error
-            return completion
-        if request.prompt.task.agent == "recorded":
+        """One rollout: of the user's agent, or a message, or several with the task's recorded tools."""
+        if request.prompt.task.agent != "program":
             return await self._with_recorded_tools(request)
-        from vllm import SamplingParams
-
-        task, prompt = request.prompt.task, request.prompt.token_ids
-        if request.as_served:
-            sampling = self._chat.sampling(task, len(prompt), temperature=request.temperature, seed=request.seed)
-            sampling.logprobs = 0
-        else:
-            sampling = SamplingParams(
-                **POLICY_SAMPLING,
-                temperature=request.temperature,
-                max_tokens=request.longest_turn,
-                seed=request.seed,
-                logprobs=0,
-                skip_special_tokens=not self._chat.keeps_special_tokens(task),
-            )
-        found = await self._run(prompt, sampling, request.adapter, seconds=request.seconds)
-        if found is None:
-            return Completion(error=f"no token within {request.seconds:g} s")
-        output = found.outputs[0]
-        answer = self._chat.answer(task, prompt, output.text, output.token_ids)
-        drawn = [at[token] for at, token in zip(output.logprobs, output.token_ids, strict=True)]
-        return reply(
-            request.prompt,
-            output.token_ids,
-            [_finite(each.logprob) for each in drawn],
-            answer.text,
-            texts=[each.decoded_token or "" for each in drawn],
-            # No finish reason: the timeout was reached.
-            truncated=output.finish_reason in ("length", None),
-            loop=await asyncio.to_thread(find_loop, output.text) if output.finish_reason == "length" else "",
-            error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
-        )
+        completion = await self._with_program(request)
+        if self._llm.errored:
+            # The agent was told so, and failed. That is no fault of its own.
+            raise self._llm.dead_error
+        return completion
 
     async def sample(self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int) -> list[int]:
         """A continuation at temperature 1, exactly `tokens` long."""
@@ -379,31 +345,21 @@ class Engine(RolloutEngine, RoundActor):
         texts: Sequence[str] = self._chat.texts(token_ids)
         return texts
 
-    async def _run(
-        self,
-        token_ids: Sequence[int],
-        sampling: Any,
-        adapter: LoadedAdapter | None,
-        *,
-        seconds: float | None = None,
-    ) -> Any:
-        """vLLM's output; after `seconds` the partial output, or None when there is none."""
+    async def _run(self, token_ids: Sequence[int], sampling: Any, adapter: LoadedAdapter | None) -> Any:
+        """vLLM's output."""
         from vllm.sampling_params import RequestOutputKind
 
-        # Partial outputs are needed only for completions that may be cut.
-        sampling.output_kind = RequestOutputKind.CUMULATIVE if seconds else RequestOutputKind.FINAL_ONLY
+        sampling.output_kind = RequestOutputKind.FINAL_ONLY
 
         async def last_output() -> Any:
             final = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    async for output in self._llm.generate(
-                        {"prompt_token_ids": list(token_ids)},
-                        sampling,
-                        str(next(self._numbers)),
-                        lora_request=self._request(adapter) if adapter else None,
-                    ):
-                        final = output
+            async for output in self._llm.generate(
+                {"prompt_token_ids": list(token_ids)},
+                sampling,
+                str(next(self._numbers)),
+                lora_request=self._request(adapter) if adapter else None,
+            ):
+                final = output
             return final
 
         return await unless_dead(self._llm, last_output())
@@ -419,11 +375,11 @@ class Engine(RolloutEngine, RoundActor):
         return self._folder.path / str(adapter.number)
 
 
-def _served_context(settings: EngineSettings, arguments: dict[str, Any]) -> int:
+def _served_context(server: Namespace, arguments: dict[str, Any]) -> int:
     """The context of the server, in tokens."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    served = AsyncEngineArgs(**arguments, max_model_len=settings.chat.max_model_len)
+    served = AsyncEngineArgs(**arguments, max_model_len=server.max_model_len)
     return int(served.create_model_config().max_model_len)
 
 
@@ -431,10 +387,6 @@ def _written(message: ChatMessage) -> str:
     """About what the policy wrote of a message, with its calls."""
     calls = [call.get("function") for call in message.get("tool_calls") or ()]
     return f"{message.get('content') or ''}{json.dumps(calls) if calls else ''}"
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def versions() -> dict[str, str]:

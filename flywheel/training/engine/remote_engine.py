@@ -91,12 +91,14 @@ class RemoteApplication:
         self._has_answered = False
 
     async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
-        """Status and body of the response, in the form of vLLM's."""
+        """Status and body of the response, in the form of vLLM's. Raises TimeoutError if the time is up before it
+        has come."""
         asked = {name: value for name, value in body.items() if name not in OF_ENGINE}
         if limits.tokens is not None:
             asked["max_tokens"] = limits.tokens
         asked = {"model": self._model.model, **asked, "stream": False}
-        return await in_daemon_thread(partial(self._answer, json.dumps(asked).encode()))
+        async with asyncio.timeout_at(limits.until):
+            return await in_daemon_thread(partial(self._answer, json.dumps(asked).encode()))
 
     def close(self) -> None:
         """Make no further attempt. Connections are closed when nothing holds the client any more."""

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.config.file import Config
 from flywheel.records.program_run import RunResult
+from flywheel.records.trace import ChatMessage, get_path
+from flywheel.training.data.loops import cut_loop
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.samples import CallTokens
+from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine.endpoint import RolloutEndpoint
+from flywheel.training.engine.served_application import TIME_UP
 from flywheel.training.engine.session import Session
 from flywheel.training.program import program_rollout
 from flywheel.training.program.other_models import OtherModels
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
-from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from flywheel.training.recorded.recorded_rollout import End, RecordedLoop, RecordedTools, ToolSetup
+from flywheel.training.recorded.recordings import trace_results
+
+MAX_CALL_TEXT: Final = 200
+"""Characters of a call in an error."""
 
 
 class RolloutEngine:
@@ -67,9 +74,11 @@ class RolloutEngine:
         return dict(self._endpoint.others.asked)
 
     async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
-        session = self._session(request)
+        setup = self._gate_tools if request.as_served else self._tools
+        tokens = None if request.as_served else request.max_tokens
+        session = self._session(request, tokens=tokens, turns=setup.max_turns, seconds=request.seconds)
         try:
-            return await roll_out(request, session, self._gate_tools if request.as_served else self._tools)
+            return await _rolled_out(request, session, setup)
         finally:
             session.close()
 
@@ -115,6 +124,7 @@ class RolloutEngine:
         *,
         tokens: int | None = None,
         turns: int | None = None,
+        seconds: float | None = None,
         model: str = "policy",
         frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> Session:
@@ -129,6 +139,85 @@ class RolloutEngine:
             tokens=tokens,
             turns=turns,
             turn_tokens=request.max_turn_tokens,
+            seconds=seconds,
             model=model,
             frozen=frozen,
         )
+
+
+async def _rolled_out(request: RolloutRequest, session: Session, setup: ToolSetup) -> Completion:
+    """The completion of a request whose task has recordings, or needs no tools. The session keeps to its limits."""
+    task = request.prompt.task
+    tools = RecordedTools(
+        task.exchange.tools,
+        trace_results(task.exchange.tools, task.steps, task.errors, setup.finish_tools),
+        shared=setup.shared,
+        on_miss=setup.on_miss,
+        finish_tools=setup.finish_tools,
+    )
+    loop = RecordedLoop(task.prompt, tools)
+    empty = "its prompt fills the context"
+    try:
+        error = await _take_turns(loop, request, session)
+    except TimeoutError:
+        if request.seconds is None:
+            raise
+        error, empty = "", f"no message within {request.seconds:g} s"
+        loop.cut()
+    calls = session.calls
+    if not calls:
+        error = error or empty
+    made = timelines(calls)
+    return Completion(
+        text=loop.answer,
+        samples=made.samples,
+        texts=made.texts,
+        steps=tuple(loop.steps),
+        calls=tuple(loop.calls),
+        missed=loop.end is End.MISS,
+        turns=len(calls),
+        forks=made.forks,
+        truncated=not error and loop.end is End.TRUNCATED,
+        loop=await asyncio.to_thread(cut_loop, calls),
+        error=error,
+    )
+
+
+async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: Session) -> str:
+    """Take turns until the loop ends. Returns why the rollout has nothing to grade; empty if it has."""
+    task = request.prompt.task
+    while True:
+        body: dict[str, Any] = {"messages": list(loop.messages)}
+        if task.exchange.tools:
+            body["tools"] = list(task.exchange.tools)
+        answered = len(loop.calls)
+        reply = await session.complete(body)
+        if reply.is_too_long or reply.is_beyond_limit:
+            loop.cut()
+            return ""
+        if reply.status != 200:
+            why = " ".join(reply.error.split())[:300]
+            return f"the model's server refused a request: {why} (HTTP status {reply.status})"
+        [choice] = reply.body["choices"]
+        message = _sent_again(choice["message"], with_reasoning=task.sends_reasoning)
+        loop.advance(message, truncated=choice["finish_reason"] in ("length", TIME_UP))
+        if loop.end is End.MISS:
+            calls = zip(message["tool_calls"], loop.calls[answered:], strict=False)
+            return f"no recorded result for {next(_call_text(call) for call, each in calls if each.is_miss)}"
+        if loop.end is not None:
+            return ""
+
+
+def _sent_again(message: Mapping[str, Any], *, with_reasoning: bool) -> ChatMessage:
+    """A message of the policy in the form in which the agent sends it again."""
+    again: ChatMessage = {"role": "assistant", "content": message.get("content")}
+    if with_reasoning and (reasoning := message.get("reasoning")):
+        again["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        again["tool_calls"] = calls
+    return again
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    name, arguments = get_path(call, "function", "name"), get_path(call, "function", "arguments")
+    return f"{name}({' '.join(str(arguments).split())})"[:MAX_CALL_TEXT]

@@ -7,28 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import Coroutine, Mapping
+from argparse import Namespace
+from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
-from flywheel.training.engine.chat_rendering import ChatFormat
+from flywheel.errors import TrainError
 
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")
 
 
-async def unless_dead(llm: Any, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a request to an `AsyncLLM`. Raises vLLM's EngineDeadError if the engine is dead: when its process
-    is killed, vLLM 0.32 knows it, but leaves requests in flight waiting for ever."""
-    task = asyncio.ensure_future(work)
+async def unless_dead(
+    llm: Any, work: Coroutine[Any, Any, T], *, request_id: str = "", until: float | None = None
+) -> T:
+    """The result of a request to an `AsyncLLM`. From `until` (the loop's time) on it is aborted, and its result is
+    what was generated before. Raises vLLM's EngineDeadError if the engine is dead: when its process is killed, vLLM
+    0.32 knows it, but leaves requests in flight waiting for ever."""
+    task, now = asyncio.ensure_future(work), asyncio.get_running_loop().time
     try:
-        while not (await asyncio.wait((task,), timeout=LOOK_SECONDS))[0]:
+        left = LOOK_SECONDS if until is None else until - now()
+        while not (await asyncio.wait((task,), timeout=min(left, LOOK_SECONDS)))[0]:
             if llm.errored:
                 raise llm.dead_error
+            if until is not None and (left := until - now()) <= 0:
+                # Again, because a request that is still being rendered is not known yet.
+                await llm.abort(request_id)
+                left = LOOK_SECONDS
         return await task
     finally:
         task.cancel()
@@ -37,16 +47,66 @@ async def unless_dead(llm: Any, work: Coroutine[Any, Any, T]) -> T:
 BASE_MODEL: Final = "flywheel-base-model"
 """The name of the base model in requests to the application. No adapter has it."""
 CHAT_PATH: Final = "/v1/chat/completions"
+TIME_UP: Final = "abort"
+"""vLLM's finish reason of a message that was cut when its time was up."""
+OF_CHATS: Final = (
+    "chat_template", "chat_template_content_format", "default_chat_template_kwargs", "cohere_format", "response_role",
+    "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "tool_call_parser", "tool_parser_plugin",
+    "tool_strict_level", "reasoning_parser", "reasoning_parser_plugin", "generation_config",
+    "override_generation_config", "max_model_len",
+)  # fmt: skip
+"""The server's arguments that determine prompts, sampling and answers."""
+
+
+def server_arguments(given: Sequence[str], model: str) -> Namespace:
+    """vLLM's arguments, of which those `OF_CHATS` are the given ones of a server of this model; its plugins for
+    parsers are loaded. Raises TrainError for arguments that the server refuses."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.parser import ParserManager
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = make_arg_parser(Parser(add_help=False))
+    arguments: Namespace
+    try:
+        asked, arguments = parser.parse_args([*given]), parser.parse_args([])
+        for name in OF_CHATS:
+            setattr(arguments, name, getattr(asked, name))
+        for name in ("default_chat_template_kwargs", "override_generation_config"):
+            if not isinstance(getattr(arguments, name) or {}, dict):
+                parser.error(f"argument --{name.replace('_', '-')}: it is no JSON object")
+        if arguments.tool_parser_plugin:
+            ToolParserManager.import_tool_parser(arguments.tool_parser_plugin)
+        if arguments.reasoning_parser_plugin:
+            ReasoningParserManager.import_reasoning_parser(arguments.reasoning_parser_plugin)
+        auto = arguments.enable_auto_tool_choice
+        ParserManager.get_parser(arguments.tool_call_parser, arguments.reasoning_parser, auto, model)
+    except Exception as error:  # plugins raise anything
+        raise TrainError(
+            "answer as the server does",
+            " ".join(str(error).split())[:300] or type(error).__name__,
+            "Correct serving.extra_args, serving.tool_call_parser and serving.reasoning_parser.",
+        ) from error
+    arguments.structured_outputs_config.reasoning_parser = arguments.reasoning_parser or ""
+    arguments.model, arguments.served_model_name, arguments.disable_fastapi_docs = model, [BASE_MODEL], True
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one call, in tokens. `tokens` are those that it may generate (None: as many as fit), `context` has
-    prompt and completion together. With `server_default`, a request without a limit has the server's."""
+    prompt and completion together. With `server_default`, a request without a limit has the server's. `until` (the
+    loop's time) the message may grow; it is then cut."""
 
     context: int
     tokens: int | None = None
     server_default: bool = True
+    until: float | None = None
 
 
 _limits: ContextVar[Limits | None] = ContextVar("limits", default=None)
@@ -61,16 +121,17 @@ class ServedApplication:
 
     def __init__(self, llm: Any, app: Any) -> None:
         self._llm, self._app = llm, app
+        self._numbers = itertools.count()
         self._adapters: dict[str, Any] = app.state.openai_serving_models.lora_requests
         self.context = int(llm.model_config.max_model_len)
 
     @classmethod
-    async def build(cls, llm: Any, chat: ChatFormat) -> ServedApplication:
+    async def build(cls, llm: Any, arguments: Namespace) -> ServedApplication:
+        """`arguments` are those of `server_arguments`."""
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
 
         tasks = ("generate",)
-        arguments = _arguments(llm, chat)
         app = build_app(arguments, tasks, llm.model_config)
         await init_app_state(llm, app.state, arguments, tasks)
         # Handlers of engine errors stop the server by this attribute. The engine's actor decides about its own end.
@@ -87,11 +148,18 @@ class ServedApplication:
 
     async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
         """Status and body of the response to a chat request. Cancelling this aborts the generation. Raises vLLM's
-        EngineDeadError if the engine is dead."""
-        status, answer = await unless_dead(self._llm, self._ask(json.dumps(body).encode(), limits))
+        EngineDeadError if the engine is dead, and TimeoutError if the time was up before the first token."""
+        if limits.until is not None and asyncio.get_running_loop().time() >= limits.until:
+            raise TimeoutError
+        number = f"{next(self._numbers)}"
+        asking = self._ask(json.dumps({**body, "request_id": number}).encode(), limits)
+        status, answer = await unless_dead(self._llm, asking, request_id=f"chatcmpl-{number}", until=limits.until)
         if status >= 500 and self._llm.errored:
             raise self._llm.dead_error
-        return status, json.loads(answer)
+        found = json.loads(answer)
+        if limits.until is not None and status == 200 and not found["choices"][0]["token_ids"]:
+            raise TimeoutError
+        return status, found
 
     async def _ask(self, body: bytes, limits: Limits) -> tuple[int, bytes]:
         status, parts = 500, list[bytes]()
@@ -143,24 +211,6 @@ class ServedApplication:
             if not parts:
                 raise
         return status, b"".join(parts)
-
-
-def _arguments(llm: Any, chat: ChatFormat) -> Any:
-    """The server's arguments, as its command line gives them."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    arguments.model = llm.model_config.model
-    arguments.served_model_name = [BASE_MODEL]
-    arguments.chat_template = chat.template
-    arguments.chat_template_content_format = chat.content
-    arguments.default_chat_template_kwargs = chat.arguments or None
-    arguments.enable_auto_tool_choice = bool(chat.tool_parser)
-    arguments.tool_call_parser = chat.tool_parser or None
-    arguments.structured_outputs_config.reasoning_parser = chat.reasoning_parser
-    arguments.disable_fastapi_docs = True
-    return arguments
 
 
 def _limit_calls(chat: Any) -> None:

@@ -9,8 +9,10 @@ import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import TrainError
@@ -18,8 +20,7 @@ from flywheel.records.program_run import CallFault
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.samples import CallTokens, identity_of, message_identity
-from flywheel.training.engine.chat_rendering import POLICY_SAMPLING
-from flywheel.training.engine.served_application import BASE_MODEL, Limits, ServedApplication
+from flywheel.training.engine.served_application import BASE_MODEL, TIME_UP, Limits, ServedApplication
 
 PASSED: Final = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
@@ -28,6 +29,17 @@ PASSED: Final = (
     "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
 )  # fmt: skip
 """What a client decides about its requests. The rest, with all sampling, is the rollout's."""
+POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+)
+"""Parameters of rollouts to learn from, whatever the server's defaults are: the logprobs are then the policy's."""
 OF_REQUEST: Final = (400, 413, 422)
 """Statuses that concern one request, such as a prompt that is too long. Others but 200 are errors of the engine."""
 NO_LOGPROB: Final = -9999.0
@@ -36,10 +48,12 @@ NO_LOGPROB: Final = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class SessionReply:
-    """The response to a request: what the server would return, or its error."""
+    """The response to a request: what the server would return, or its error. `is_beyond_limit`: a limit of the
+    rollout refused the request."""
 
     status: int
     body: dict[str, Any]
+    is_beyond_limit: bool = False
 
     @property
     def error(self) -> str:
@@ -70,10 +84,22 @@ class _Unanswered:
 
 @dataclass(slots=True, eq=False)
 class _CallInFlight(_Unanswered):
-    """A call in flight, or the last one with this body."""
+    """A call that was answered, is in flight, or waits for others in flight."""
 
     task: asyncio.Task[SessionReply] = field(kw_only=True)
     is_delivered: bool = False
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it has an answer, or may have one later."""
+        if not self.task.done():
+            return True
+        return not self.task.cancelled() and self.task.exception() is None and self.task.result().status == 200
+
+    @property
+    def was_left(self) -> bool:
+        """Whether its clients left before they received the reply."""
+        return not (self.waiting or self.is_delivered)
 
 
 class Session:
@@ -100,13 +126,16 @@ class Session:
         tokens: int | None = None,
         turns: int | None = None,
         turn_tokens: int | None = None,
+        seconds: float | None = None,
         model: str = "policy",
         frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> None:
         """A rollout `as_served` has the server's defaults of sampling, also its temperature if `temperature` is None.
         `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls,
-        and at most `turn_tokens` in each. `model` is the name that the client sees, unless it uses another one.
-        `frozen` are models that answer by their names, as the server does; None is the base model."""
+        and at most `turn_tokens` in each; this holds for calls at the same time as well, of which each reserves a
+        turn and tokens. After `seconds`, messages are cut (`Limits`). `model` is the name that the client sees,
+        unless it uses another one. `frozen` are models that answer by their names, as the server does; None is the
+        base model."""
         self.generated = 0
         self.is_truncated = False
         self.is_full = False
@@ -114,6 +143,7 @@ class Session:
         self.models = (model, *self._frozen)
         self._app, self._context, self._texts = app, context, texts
         self._tokens, self._turns, self._turn_tokens = tokens, turns, turn_tokens
+        self._until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._seed, self._numbers = seed, itertools.count()
         self._as_served = as_served
         self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
@@ -121,7 +151,10 @@ class Session:
             self._forced["temperature"] = temperature
         self._forced["model"] = _name(adapter)
         self._recorded: list[CallTokens] = []
-        self._known: dict[str, _CallInFlight] = {}
+        self._calls: list[_CallInFlight] = []
+        self._reserved: list[int] = []
+        """The tokens of each call in flight; 0 without a limit of tokens."""
+        self._queue, self._given_back = asyncio.Lock(), asyncio.Event()
         self._unanswered: list[_Unanswered] = []
         self._is_closed = False
 
@@ -160,30 +193,24 @@ class Session:
 
         return ended
 
-    async def complete(
-        self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
-    ) -> SessionReply:
-        """The response to a chat request, which generates at most `max_tokens`.
+    async def complete(self, body: Mapping[str, Any], *, attempt: int | None = None) -> SessionReply:
+        """The response to a chat request.
 
         A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
-        retries of this request, if the client counts them. A request is also a retry if an equal one was not
-        answered because its client left, and, from clients that do not count, if it equals the last one. When the
-        caller is cancelled, the call goes on until `close`.
+        retries of this request, if the client counts them; above 0 it is a retry. So is a request that equals one
+        whose client left. All others are calls of their own, which wait while calls in flight have reserved all that
+        is left of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
 
-        Raises vLLM's EngineDeadError if the engine is dead.
+        Raises vLLM's EngineDeadError if the engine is dead, and TimeoutError if the rollout's time was up before the
+        first token.
         """
         if self._is_closed:
             return _refusal(410, "this rollout has ended", "Gone")
         key = _key(body)
-        earlier = [each for each in self._unanswered if each.key == key and not each.waiting]
-        call = self._known.get(key)
-        if call is None or not self._is_retry(key, call, attempt):
-            refusal = None if self._is_frozen(body) else self._spent()
-            if refusal is not None:
-                return refusal
-            call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body, max_tokens)))
-            self._known.pop(key, None)
-            self._known[key] = call
+        call, earlier = self._retried(key, attempt), self._left(key)
+        if call is None:
+            call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body)))
+            self._calls.append(call)
             self._unanswered.append(call)
         call.waiting += 1
         try:
@@ -198,31 +225,33 @@ class Session:
         finally:
             call.waiting -= 1
         call.is_delivered = True
-        if reply.status in (200, *OF_REQUEST):
-            self._answer(call, *earlier)
+        if reply.is_beyond_limit:
+            self._answer(call)
+        elif reply.status in (200, *OF_REQUEST):
+            # That a client left may be known only after its retry has come.
+            self._answer(call, *earlier, *(self._left(key) if attempt else ()))
         else:
             call.fault, call.why = "engine_error", f"the engine failed: {reply.error} (HTTP status {reply.status})"
-        if reply.status != 200 and self._known.get(key) is call:
-            del self._known[key]
         return reply
 
     def close(self) -> None:
         """End the rollout: calls in flight are aborted, and later requests refused."""
         self._is_closed = True
-        for call in (*self._known.values(), *self._unanswered):
-            if isinstance(call, _CallInFlight):
-                call.task.cancel()
+        for call in self._calls:
+            call.task.cancel()
 
     def _answer(self, *answered: _Unanswered) -> None:
         self._unanswered = [each for each in self._unanswered if each not in answered]
 
-    def _is_retry(self, key: str, call: _CallInFlight, attempt: int | None) -> bool:
-        if attempt:
-            return True
-        if not call.is_delivered and not call.waiting:
-            return True
-        is_last = key == next(reversed(self._known))
-        return attempt is None and (is_last or not call.task.done())
+    def _left(self, key: str) -> list[_Unanswered]:
+        """Equal requests without an answer for which no client waits."""
+        return [each for each in self._unanswered if each.key == key and not each.waiting]
+
+    def _retried(self, key: str, attempt: int | None) -> _CallInFlight | None:
+        """The call of which a request is a retry; of several, first one that was left, then the last one."""
+        equal = [call for call in self._calls if call.key == key and call.may_answer]
+        left = (call for call in equal if call.was_left)
+        return next(left, equal[-1] if attempt and equal else None)
 
     def _is_frozen(self, body: Mapping[str, Any]) -> bool:
         name = body.get("model")
@@ -234,23 +263,61 @@ class Session:
             forced["temperature"] = self._forced["temperature"]
         return forced
 
-    def _spent(self) -> SessionReply | None:
-        """A refusal if the rollout may make no more calls."""
-        what = ""
-        if self._turns is not None and len(self._recorded) >= self._turns:
-            what = f"{self._turns} calls of the model"
-        elif self._tokens is not None and self.generated >= self._tokens:
-            what = f"{self._tokens} generated tokens"
-        if not what:
-            return None
-        self.is_truncated = True
-        return _refusal(400, f"this rollout has reached its limit of {what}", "BadRequestError")
+    def _limit_reached(self, reserved: Sequence[int] = ()) -> str:
+        """The limit that leaves nothing for a further call beside those that have `reserved` so many tokens, in
+        words; empty if there is none."""
+        if self._turns is not None and len(self._recorded) + len(reserved) >= self._turns:
+            return f"{self._turns} calls of the model"
+        if self._tokens is not None and self.generated + sum(reserved) >= self._tokens:
+            return f"{self._tokens} generated tokens"
+        return ""
 
-    async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> SessionReply:
-        is_frozen = self._is_frozen(body)
+    @asynccontextmanager
+    async def _limits(self, body: Mapping[str, Any]) -> AsyncIterator[Limits]:
+        """The limits of a call, which has a turn and its tokens reserved while it is in flight. Waits as long as
+        calls in flight may leave something for it. Raises _BeyondLimitError."""
+        async with self._queue:  # first come, first served
+            while self._limit_reached(self._reserved) and not self._limit_reached():
+                self._given_back.clear()
+                await self._given_back.wait()
+            if reached := self._limit_reached():
+                self.is_truncated = True
+                raise _BeyondLimitError(f"this rollout has reached its limit of {reached}")
+            bounds = [] if self._turn_tokens is None else [self._turn_tokens]
+            if self._tokens is not None:
+                bounds.append(self._tokens - self.generated - sum(self._reserved))
+            limits = Limits(self._context, min(bounds, default=None), self._as_served, self._until)
+            reserved = 0 if self._tokens is None else min(*bounds, _asked_tokens(body) or bounds[-1])
+            self._reserved.append(reserved)
+        try:
+            yield limits
+        finally:
+            self._reserved.remove(reserved)
+            self._given_back.set()
+
+    async def _call(self, body: Mapping[str, Any]) -> SessionReply:
+        if self._is_frozen(body):
+            status, answer = await self._ask(body, self._as_deployed(body["model"]), Limits(self._app.context))
+        else:
+            try:
+                async with self._limits(body) as limits:
+                    status, answer = await self._ask(body, self._forced, limits)
+                    if status == 200:
+                        self._record(body, answer)
+                        self.is_truncated |= self._is_cut(body, limits)
+            except _BeyondLimitError as reason:
+                return replace(_refusal(400, str(reason), "BadRequestError"), is_beyond_limit=True)
+        reply = SessionReply(status, self._stripped(body, answer) if status == 200 else answer)
+        if not self._is_frozen(body):
+            self.is_full = reply.is_too_long
+        return reply
+
+    async def _ask(
+        self, body: Mapping[str, Any], forced: Mapping[str, Any], limits: Limits
+    ) -> tuple[int, dict[str, Any]]:
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
-        request |= self._as_deployed(body["model"]) if is_frozen else self._forced
         request |= {
+            **forced,
             "n": 1,
             "stream": False,
             "seed": seed_of(self._seed, next(self._numbers)),
@@ -261,27 +328,15 @@ class Session:
         }
         if not body.get("logprobs"):
             request.pop("top_logprobs", None)
-        limits = Limits(self._app.context) if is_frozen else self._limits(max_tokens)
-        status, answer = await self._app.chat(request, limits)
-        if status == 200 and not is_frozen:
-            self._record(body, answer)
-            self.is_truncated |= self._is_cut(request, limits)
-        reply = SessionReply(status, self._stripped(body, answer) if status == 200 else answer)
-        if not is_frozen:
-            self.is_full = reply.is_too_long
-        return reply
+        return await self._app.chat(request, limits)
 
-    def _limits(self, max_tokens: int | None) -> Limits:
-        bounds = [each for each in (max_tokens, self._turn_tokens) if each is not None]
-        if self._tokens is not None:
-            bounds.append(self._tokens - self.generated)
-        return Limits(self._context, min(bounds, default=None), server_default=self._as_served)
-
-    def _is_cut(self, request: Mapping[str, Any], limits: Limits) -> bool:
+    def _is_cut(self, body: Mapping[str, Any], limits: Limits) -> bool:
         """Whether a limit of the rollout or the server ended the last recorded message. One that the client asked
         for, below these, is its own matter."""
         call = self._recorded[-1]
-        is_asked = "max_tokens" in request or "max_completion_tokens" in request
+        if call.finish_reason == TIME_UP:
+            return True
+        is_asked = any(body.get(name) is not None for name in ("max_tokens", "max_completion_tokens"))
         if not limits.context:  # neither it nor the tokens of a server elsewhere are known
             return call.finish_reason == "length" and not is_asked
         room = min(limits.context - len(call.prompt_ids), limits.context if limits.tokens is None else limits.tokens)
@@ -324,6 +379,18 @@ class Session:
         if body.get("include_reasoning") is False:
             choice["message"].pop("reasoning", None)
         return answer
+
+
+class _BeyondLimitError(Exception):
+    """A limit of the rollout leaves nothing for a call."""
+
+
+def _asked_tokens(body: Mapping[str, Any]) -> int | None:
+    """The most that a client wants to be generated; None if it does not say, or what the server refuses."""
+    asked = body.get("max_completion_tokens")
+    if asked is None:
+        asked = body.get("max_tokens")
+    return asked if isinstance(asked, int) and asked > 0 else None
 
 
 def _key(body: Mapping[str, Any]) -> str:

@@ -47,7 +47,6 @@ from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import copy_adapter, rank
@@ -74,12 +73,6 @@ TRIALS: Final = 3
 MOST_SYSTEM_PROMPTS: Final = 10
 
 MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
-
-
-def chat_of(spec: RoundSpec, settings: Config) -> ChatFormat:
-    """The chat settings of this configuration's server. Raises FlywheelError for settings that it refuses."""
-    serving = settings.serving
-    return served_format(chat_arguments(spec.base_model, serving), max_model_len=serving.max_model_len)
 
 
 class Round:
@@ -125,7 +118,8 @@ class Round:
             tensor_parallel=rollout.tensor_parallel,
         )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
-        chat, threads = chat_of(self.spec, self.settings), ray_cluster.cpu_threads()
+        server = tuple(chat_arguments(self.spec.base_model, self.settings.serving))
+        threads = ray_cluster.cpu_threads()
         for gpu_share in placement.engines:
             engine = EngineSettings(
                 model=self.spec.base_model,
@@ -136,7 +130,7 @@ class Round:
                 gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
                 kv_cache_gib=rollout.cpu_kv_cache_gib,
                 cpu_threads=threads,
-                chat=chat,
+                server=server,
                 tensor_parallel=rollout.tensor_parallel,
                 imitates=has_trainer and _imitates(self.spec, training.stages),
             )

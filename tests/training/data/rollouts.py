@@ -15,8 +15,8 @@ from flywheel.training.data.rollout import (
     Rollout,
     RolloutBatch,
     RolloutRequest,
-    reply,
 )
+from flywheel.training.data.samples import Sample
 from tests.factories.task import round_task
 
 
@@ -34,6 +34,27 @@ def verdict(score: float | None) -> Verdict:
     if score is None:
         return Verdict(Outcome.UNDECIDED, None, error="the judge was away", calls=1)
     return Verdict(Outcome.ACCEPTED if score > 0.5 else Outcome.REJECTED, score, calls=1, prompt_tokens=10)
+
+
+def reply(
+    asked: Prompt,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    text: str,
+    *,
+    prompt_texts: Sequence[str | None] = (),
+    texts: Sequence[str | None] = (),
+    truncated: bool = False,
+) -> Completion:
+    """A completion of one message, given its tokens with the one that ends the turn, and their texts if known."""
+    before = asked.token_ids
+    sample = Sample(
+        (*before, *token_ids),
+        (*(False for _ in before), *(True for _ in token_ids)),
+        (*(None for _ in before), *logprobs),
+    )
+    of_prompt, own = prompt_texts or [None] * len(before), texts or [None] * len(token_ids)
+    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated)
 
 
 def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:

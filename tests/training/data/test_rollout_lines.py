@@ -11,12 +11,12 @@ from typing import Any
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.graded_rollouts import StoredSteps
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, reply
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch
 from flywheel.training.data.rollout_file import append_answer, rollout_line, rollouts
-from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from flywheel.training.recorded.recorded_rollout import ToolSetup
 from tests.factories.task import round_task
-from tests.training.data.rollouts import batch, failed, missed, prompt, request, rollout, verdict
-from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
+from tests.training.data.rollouts import batch, failed, missed, prompt, reply, request, rollout, verdict
+from tests.training.engine.scripted_session import ScriptedPolicy, recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, call, said, steps
 
 RESULTS = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("right", "no", 0.0, False, "3 + 4 is 7", "h"))
@@ -27,8 +27,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
-    asked = Prompt(round_task("t-9"), (5, 6), texts=("What", "?"))
-    completion = reply(asked, (8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
+    asked = Prompt(round_task("t-9"), (5, 6))
+    completion = reply(
+        asked,
+        (8, 9, 2),
+        (-0.25, None, -1.23456789),
+        "seven",
+        prompt_texts=("What", "?"),
+        texts=("se", "ven", "<end>"),
+    )
     line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
     assert line["samples"] == [
         {
@@ -119,17 +126,17 @@ def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path
     trace = steps((call("add", {"a": 1}), "1"))
     asked = rollout_request(recorded_task(trace, (ADD,)))
     thinking = {**said(call("add", {"a": 1}, "r-1")), "reasoning": "Hm."}
-    session = ScriptedSession([thinking, {"role": "assistant", "content": "It is 1."}])
-    done = asyncio.run(roll_out(asked, session, ToolSetup()))
+    policy = ScriptedPolicy([thinking, {"role": "assistant", "content": "It is 1."}])
+    done = asyncio.run(policy.roll_out(asked, ToolSetup()))
     made = Rollout(asked, done, verdict(1))
     line = json.loads(json.dumps(rollout_line(made, 1, 0.5)))
     assert [len(line["samples"]), done.forks] == [2, 1]
-    for sample, turn in zip(line["samples"], session.calls, strict=True):
-        assert sample["token_ids"] == [*turn.prompt_ids, *turn.token_ids]
+    for sample, made_of, length in zip(line["samples"], done.samples, policy.lengths, strict=True):
+        assert sample["token_ids"] == list(made_of.token_ids)
         assert {len(values) for values in sample.values()} == {len(sample["token_ids"])}
-        assert sum(sample["loss_mask"]) == len(turn.token_ids)
-        assert [value for value in sample["logprobs"] if value is not None] == list(turn.logprobs)
-        assert sample["text"][-len(turn.texts) :] == list(turn.texts)
+        assert sum(sample["loss_mask"]) == length
+        assert sample["logprobs"][-length:] == [-0.1] * length
+        assert sample["text"][-length:] == [str(token) for token in sample["token_ids"][-length:]]
     assert [step["role"] for step in line["steps"]] == ["assistant", "tool"]
     assert line["steps"][1] == {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "1"}
     append_answer(tmp_path, made, None)
@@ -142,8 +149,8 @@ def test_token_text_does_not_double_the_file() -> None:
     ids = tuple(range(30_000, 32_000))
     texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
     logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
-    asked = Prompt(round_task(), ids[:1_000], texts=texts[:1_000])
-    completion = reply(asked, ids[1_000:], logprobs, "answer", texts=texts[1_000:])
+    asked = Prompt(round_task(), ids[:1_000])
+    completion = reply(asked, ids[1_000:], logprobs, "answer", prompt_texts=texts[:1_000], texts=texts[1_000:])
     made = Rollout(request(of=asked), completion, verdict(1))
     line = rollout_line(made, 1, 0.0)
     size = len(json.dumps(line, separators=(",", ":")))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.training.data.groups import Scale, dropped_groups, group_advantages
-from flywheel.training.data.rollout import Rollout, RolloutBatch, reply
+from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import (
     Pair,
     Sample,
@@ -21,7 +21,7 @@ from flywheel.training.data.samples import (
     token_counts,
     token_weights,
 )
-from tests.training.data.rollouts import batch, failed, prompt, request, rollout, verdict
+from tests.training.data.rollouts import batch, failed, prompt, reply, request, rollout, verdict
 
 
 def advantages(*rewards: float | None) -> list[float | None]:

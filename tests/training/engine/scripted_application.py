@@ -96,6 +96,16 @@ class ScriptedApplication:
         return status, json.loads(json.dumps(content))
 
 
+class TalkativeApplication(ScriptedApplication):
+    """Generates as many tokens as it may; its answers are numbered."""
+
+    async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
+        text = f"answer {len(self.asked)}"
+        await super().chat(body, limits)
+        most = min(each for each in (body.get("max_tokens"), limits.tokens) if each is not None)
+        return 200, answered(message(text), logprobs=[-0.5] * most, finish="length")
+
+
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import RolloutRequest
-from flywheel.training.data.samples import CallTokens, identity_of, message_identity
+from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.engine.rollout_engine import RolloutEngine
+from flywheel.training.engine.served_application import Limits
+from flywheel.training.recorded.recorded_rollout import ToolSetup
 from tests.factories.task import round_task
+from tests.training.engine.scripted_application import TOO_LONG
 
 ROLES = {role: 1000 + place for place, role in enumerate(("system", "user", "assistant", "tool"))}
 END = 1999
@@ -34,59 +36,57 @@ def written(message: ChatMessage) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    body: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    is_too_long: bool = False
+class ScriptedPolicy(RolloutEngine):
+    """An engine that says the messages one after the other, within the limits of each call. A number is a status of
+    HTTP; with None, the time is up if it is limited, else it never answers.
 
+    Attributes:
+        bodies: The requests.
+        limits: The limit of tokens of each.
+        lengths: The number of tokens of each message.
+    """
 
-@dataclass
-class ScriptedSession:
-    """Says the messages one after the other. A number is a status of HTTP, None hangs, until every limit of time has
-    run out. A message longer than `max_tokens` or the `context` is cut, and has no calls."""
+    def __init__(self, messages: Sequence[ChatMessage | int | None], context: int = 10_000) -> None:
+        super().__init__()
+        self._application = self
+        self.context = context
+        self.bodies: list[dict[str, Any]] = []
+        self.limits: list[int | None] = []
+        self.lengths: list[int] = []
+        self._messages = messages
 
-    messages: Sequence[ChatMessage | int | None]
-    context: int = 10_000
-    generated: int = 0
-    calls: list[CallTokens] = field(default_factory=list)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    limits: list[int | None] = field(default_factory=list)
+    def roll_out(self, request: RolloutRequest, setup: ToolSetup) -> Coroutine[Any, Any, Completion]:
+        self.use_tools(setup, setup)
+        return self._with_recorded_tools(request)
 
-    async def complete(self, body: Mapping[str, Any], *, max_tokens: int | None = None) -> Reply:
-        message = self.messages[len(self.bodies)]
+    async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
+        message = self._messages[len(self.bodies)]
         self.bodies.append({**body})
-        self.limits.append(max_tokens)
+        self.limits.append(limits.tokens)
+        if message is None and limits.until is not None:
+            raise TimeoutError
         if message is None:
-            loop = asyncio.get_running_loop()
-            now = loop.time
-            loop.time = lambda: now() + 1e6  # type: ignore[method-assign]
             await asyncio.Event().wait()
         if not isinstance(message, dict):
-            return Reply(message or 500, error="it is\nwrong")
+            return message or 500, {"error": {"message": "it is\nwrong"}}
         prompt = render(body["messages"])
         if (room := self.context - len(prompt)) <= 0:
-            return Reply(400, error="it is too long", is_too_long=True)
-        room = room if max_tokens is None else min(room, max_tokens)
+            return 400, TOO_LONG
+        room = room if limits.tokens is None else min(room, limits.tokens)
         ids, reason = (*written(message), END), "tool_calls" if message.get("tool_calls") else "stop"
         if len(ids) > room:
             ids, reason = ids[:room], "length"
             message = {"role": "assistant", "content": "".join(map(chr, ids))}
-        self.generated += len(ids)
-        self.calls.append(
-            CallTokens(
-                prompt,
-                ids,
-                tuple(-0.1 for _ in ids),
-                tuple(map(str, ids)),
-                identity_of(body),
-                message_identity(message),
-                finish_reason=reason,
-                answer=message,
-            )
-        )
-        return Reply(200, {"choices": [{"message": message, "finish_reason": reason}]})
+        self.lengths.append(len(ids))
+        drawn = [{"token": str(token), "logprob": -0.1} for token in ids]
+        choice = {"message": message, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": drawn}}
+        return 200, {"choices": [choice], "prompt_token_ids": prompt}
+
+    def _tokens_of_context(self, request: RolloutRequest) -> int:
+        return self.context
+
+    def _texts(self, token_ids: Sequence[int]) -> Sequence[str]:
+        return [str(token) for token in token_ids]
 
 
 _tasks = itertools.count()

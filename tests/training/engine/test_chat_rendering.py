@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -15,11 +19,13 @@ import pytest
 
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import RoundSpec, RoundTask
+from flywheel.records.round import RoundTask
+from flywheel.serving.server.vllm_command import chat_arguments, chat_template
+from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import Completion, RolloutRequest
-from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, ServedChat, served_format
+from flywheel.training.engine.chat_rendering import ServedChat
 from flywheel.training.engine.engine import Engine
-from flywheel.training.worker.training_round import chat_of
+from flywheel.training.engine.served_application import ServedApplication, server_arguments
 from tests.conftest import VllmServer
 from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.round import POLICY
@@ -73,12 +79,10 @@ def served_with_thoughts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     yield from rendering(model)
 
 
-def encoded(
-    served: Served, tasks: list[RoundTask], chat: ChatFormat | None = None
-) -> tuple[list[str], dict[str, str]]:
+def encoded(served: Served, tasks: list[RoundTask], *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Prompts as text, and what was refused; only vLLM's engine is left out."""
     engine = Engine(SETTINGS)
-    engine._chat = served.chat(chat)
+    engine._chat = served.chat(*arguments)
     prompts, refused = asyncio.run(engine.encode(tasks))
     return [served.decoded(prompt.token_ids) for prompt in prompts], refused
 
@@ -138,7 +142,7 @@ def test_a_template_that_leaves_tools_out_ends_the_round(served: Served) -> None
     """Tasks without tools do not tell, and neither does the user's agent, which has tools of its own."""
     blind = TEMPLATE[TEMPLATE.index("{%- endfor %}") + len("{%- endfor %}") :]
     some = [asked(f"t-{place}", called("search", "{}"), [SEARCH]) for place in range(2)]
-    chat = ChatFormat(template=blind)
+    chat = f"--chat-template={blind}"
     with pytest.raises(TrainError, match=r"tools of 2 tasks.*the same prompt.*--chat-template"):
         encoded(served, [round_task("t-plain"), *some], chat)
     without = [round_task("t-plain"), some[0].model_copy(update={"agent": "program"})]
@@ -158,22 +162,54 @@ def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) 
 
 @pytest.mark.slow
 def test_what_the_server_is_told_of_templates_counts(served: Served, tmp_path: Path) -> None:
-    chat = served_format(["--dtype", "float32", "--default-chat-template-kwargs", '{"thinking": true}'])
-    [text], _ = encoded(served, [round_task()], chat)
+    chat = ["--dtype", "float32", "--default-chat-template-kwargs", '{"thinking": true}']
+    [text], _ = encoded(served, [round_task()], *chat)
     assert text.endswith("<|im_start|>assistant\n")
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[-1].content }}!")
-    [text], _ = encoded(served, [round_task()], served_format([f"--chat_template={other}"]))
+    [text], _ = encoded(served, [round_task()], f"--chat_template={other}")
     assert text == "What is 3 plus 4?!"
     with pytest.raises(TrainError, match=r"cannot read the chat template /nowhere\.jinja"):
-        encoded(served, [round_task()], served_format(["--chat-template", "/nowhere.jinja"]))
+        encoded(served, [round_task()], "--chat-template", "/nowhere.jinja")
 
 
-def test_arguments_of_the_server_that_cannot_be_read_are_told() -> None:
-    assert served_format([]) == ChatFormat()
-    for wrong in ("{thinking}", "[1]"):
-        with pytest.raises(TrainError, match=r"--default-chat-template-kwargs.*serving\.extra_args"):
-            served_format(["--default-chat-template-kwargs", wrong])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--default-chat-template-kwargs", "{thinking}"], "--default-chat-template-kwargs"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs: it is no JSON object"),
+        (["--chat-template-content-format", "html"], "--chat-template-content-format: invalid choice: 'html'"),
+        (["--no-such-argument"], "unrecognized arguments: --no-such-argument"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "no_such"], "no_such"),
+        (["--reasoning-parser=no_such"], "no_such"),
+        (["--help"], "--help"),
+    ],
+    ids=str,
+)
+def test_arguments_that_the_server_refuses_are_told_in_one_sentence(wrong: list[str], why: str) -> None:
+    expected = rf"cannot answer as the server does: [^\n]*{re.escape(why)}[^\n]*serving\.extra_args"
+    with pytest.raises(TrainError, match=expected):
+        server_arguments(wrong, "a-model")
+
+
+@pytest.mark.slow
+async def test_a_round_names_such_arguments_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    engine = Engine(replace(SETTINGS, model=str(POLICY), server=("--reasoning-parser", "no_such")))
+    with pytest.raises(TrainError, match="no_such"):
+        await engine.start()
+    assert engine._llm is None
+
+
+@pytest.mark.slow
+def test_only_arguments_of_chats_are_the_servers(tmp_path: Path) -> None:
+    """Neither its middleware nor its log of requests is for rollouts."""
+    config = tmp_path / "server.yaml"
+    config.write_text("reasoning-parser: deepseek_r1\nport: 9\n")
+    found = server_arguments(["--middleware", "no.such", "--enable_log_requests", "--config", str(config)], "a-model")
+    assert (found.middleware, found.enable_log_requests, found.port) == ([], False, 8000)
+    assert found.structured_outputs_config.reasoning_parser == found.reasoning_parser == "deepseek_r1"
 
 
 THOUGHT = "<think>\n3 and 4 make 7.\n</think>\n\nIt is 7."
@@ -181,129 +217,148 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "7"}}\n</tool_call>'
 PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1"]
 
 
-def handed_on(chat: ServedChat, some: RoundTask, text: str) -> ParsedAnswer:
-    tokens = chat._renderer.get_tokenizer().encode(text, add_special_tokens=False)
-    return chat.answer(some, asyncio.run(chat.encode(some)), text, tokens)
-
-
-@pytest.mark.slow
-def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts: Served) -> None:
-    offered = asked("t-1", called("search", "{}"), [SEARCH])
-    without = served_with_thoughts.chat(served_format([]))
-    assert handed_on(without, offered, THOUGHT) == ParsedAnswer(THOUGHT)
-    chat = served_with_thoughts.chat(served_format(PARSERS))
-    assert handed_on(chat, round_task(), THOUGHT).text.strip() == "It is 7."
-    assert handed_on(chat, round_task(), "<think>\n3 and 4 and") == ParsedAnswer(""), "it has not begun to answer"
-    assert handed_on(chat, offered, f"<think>\nI search.\n</think>\n{CALL}").tools == ("search",)
-    # An agent that offered no tools gets the text of a call as its answer.
-    assert handed_on(chat, round_task(), f"<think></think>{CALL}").text.strip() == CALL
-    assert handed_on(chat, round_task(), f"<think></think>{CALL}").tools == ()
-
-
 class Written:
-    """Takes the place of vLLM's engine: it generates this text, and then ends, or goes on for ever."""
+    """Takes the place of vLLM's engine below its application: it generates this text, and then ends, or goes on until
+    it is aborted.
 
-    def __init__(self, text: str, ids: list[int], *, ends: bool = True) -> None:
-        self.output = SimpleNamespace(
-            text=text, token_ids=ids, finish_reason="stop" if ends else None,
-            logprobs=[{token: SimpleNamespace(logprob=-0.5, decoded_token="")} for token in ids],
-        )  # fmt: skip
-        self.ends = ends
+    Attributes:
+        sampling: The parameters of the last request.
+    """
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=[self.output])
-        if not self.ends:
-            await asyncio.Event().wait()
+    errored = False
+    input_processor = None
+
+    def __init__(self, served: Served, text: str, *, ends: bool = True) -> None:
+        self.model_config, self.vllm_config, self.renderer = served.model_config, served.vllm_config, served.renderer
+        self.sampling: Any = None
+        self._text, self._aborted = text, asyncio.Event()
+        if ends:
+            self._aborted.set()
+        self._ends = ends
+
+    async def generate(self, prompt: Any, sampling: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        from vllm.logprobs import Logprob
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        self.sampling, self._asked = sampling, request_id
+        await self._aborted.wait()
+        ids = self.renderer.get_tokenizer().encode(self._text, add_special_tokens=False)
+        drawn = [{token: Logprob(-0.5, 1, "x")} for token in ids]
+        why = "stop" if self._ends else "abort"
+        made = CompletionOutput(0, self._text, ids, None, drawn, finish_reason=why)
+        yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [made], finished=True)
+
+    async def abort(self, request_id: str) -> None:
+        assert request_id == self._asked
+        self._aborted.set()
+
+    def check_admission(self, _: int) -> None:
+        pass
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
 
 
-def completed(served: Served, some: RoundTask, text: str, **values: Any) -> Completion:
+async def completed(llm: Written, some: RoundTask, *arguments: str, **values: Any) -> Completion:
+    """A rollout through vLLM's own application."""
     engine = Engine(SETTINGS)
-    engine._chat = served.chat(served_format(PARSERS))
-    ids = served.renderer.get_tokenizer().encode(text, add_special_tokens=False)
-    engine._llm = Written(text, ids, ends=values.get("seconds") is None)
-    [prompt], _ = asyncio.run(engine.encode([some]))
-    return asyncio.run(engine.generate(RolloutRequest(prompt, 0, 7, 1.0, 64, None, **values)))
+    given = server_arguments(arguments, llm.model_config.model)
+    engine._chat = ServedChat(given, llm.model_config, llm.renderer)
+    engine._application, engine._context = await ServedApplication.build(llm, given), 512
+    ids = await engine._chat.encode(some)
+    request = RolloutRequest(Prompt(some, ids), 0, 7, 1.0, 64, None)
+    return await engine.generate(replace(request, **values))
 
 
 @pytest.mark.slow
-def test_a_rollout_that_calls_a_tool_has_no_reward_rather_than_zero(
-    served_with_thoughts: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No tool runs in a rollout, so there is no answer to grade."""
+async def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts: Served) -> None:
+    async def answer(some: RoundTask, text: str, *arguments: str) -> Completion:
+        return await completed(Written(served_with_thoughts, text), some, *arguments, as_served=True)
 
-    async def not_checked(*_: Any) -> None:
-        """The template of this model writes no tools, which would end a round."""
-
-    monkeypatch.setattr(Engine, "_check_tools", not_checked)
+    assert (await answer(round_task(), THOUGHT)).text == THOUGHT
+    assert (await answer(round_task(), THOUGHT, *PARSERS)).text.strip() == "It is 7."
+    assert (await answer(round_task(), "<think>\n3 and 4 and", *PARSERS)).text == "", "it has not begun to answer"
+    # An agent that offered no tools gets the text of a call as its answer.
+    called_none = await answer(round_task(), f"<think></think>{CALL}", *PARSERS)
+    assert (called_none.text.strip(), called_none.calls) == (CALL, ())
     offered = asked("t-1", called("search", "{}"), [SEARCH])
-    call = completed(served_with_thoughts, offered, f"<think>\nI search.\n</think>\n{CALL}")
-    assert call.error == "it calls search, and no tool runs in a rollout"
-    answer = completed(served_with_thoughts, offered, THOUGHT)
-    assert (answer.text.strip(), answer.error, answer.truncated) == ("It is 7.", "", False)
+    call = await answer(offered, f"<think>\nI search.\n</think>\n{CALL}", *PARSERS)
+    assert (call.missed, call.error) == (True, 'no recorded result for search({"q": "7"})')
 
 
 @pytest.mark.slow
-def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_with_thoughts: Served) -> None:
-    cut = completed(served_with_thoughts, round_task(), THOUGHT, as_served=True, seconds=0.5)
-    assert (cut.text.strip(), cut.truncated, cut.error) == ("It is 7.", True, "")
+async def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_with_thoughts: Served) -> None:
+    def cut(text: str) -> Any:
+        return completed(
+            Written(served_with_thoughts, text, ends=False), round_task(), *PARSERS, as_served=True, seconds=0.5
+        )
 
-
-def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
-    def parsers(**serving: Any) -> tuple[str, str]:
-        settings = Config.model_validate({"serving": serving})
-        spec = RoundSpec(
-            round_id="r0001", attempt=1, seed=1, debug=False, base_model=str(tmp_path / "Qwen3-4B"), parent=None,
-            train=[], held_out=[], rubric={}, settings={},
-        )  # fmt: skip
-        found = chat_of(spec, settings)
-        return found.tool_parser, found.reasoning_parser
-
-    assert parsers() == ("hermes", "qwen3"), "by the model's family"
-    assert parsers(tool_call_parser="none", reasoning_parser="deepseek_r1") == ("", "deepseek_r1")
+    made = await cut(THOUGHT)
+    assert (made.text.strip(), made.truncated, made.error, made.loop) == ("It is 7.", True, "", "")
+    assert (await cut("")).error == "no message within 0.5 s"
 
 
 @pytest.mark.slow
-def test_a_parser_that_the_server_would_not_have_is_named(served: Served) -> None:
-    with pytest.raises(TrainError, match=r"no_such.*serving\.tool_call_parser"):
-        served.chat(served_format(["--enable-auto-tool-choice", "--tool-call-parser", "no_such"]))
-    with pytest.raises(TrainError, match=r"no_such.*serving\.reasoning_parser"):
-        served.chat(served_format(["--reasoning-parser=no_such"]))
-
-
-def test_tool_calls_stay_in_the_text_unless_the_server_looks_for_them() -> None:
-    assert served_format(["--tool-call-parser", "hermes"]).tool_parser == ""
-    assert served_format(PARSERS).tool_parser == "hermes"
-    assert served_format(PARSERS).reasoning_parser == "deepseek_r1"
-
-
-@pytest.mark.slow
-def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
+async def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
     """As vLLM's chat endpoint computes them of the model's generation_config.json and of the server's arguments."""
     model = tmp_path / "policy"
     shutil.copytree(POLICY, model)
     defaults = {"do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5, "max_new_tokens": 90}
     (model / "generation_config.json").write_text(json.dumps(defaults))
 
-    def told(temperature: float | None, *arguments: str, prompt: int = 100) -> tuple[float, int, float, int]:
-        [made] = rendering(model, served_format(arguments))
-        found = made.chat(served_format(arguments)).sampling(round_task(), prompt, temperature=temperature, seed=3)
-        assert found.seed == 3
-        return found.temperature, found.top_k, found.repetition_penalty, found.max_tokens
+    async def told(temperature: float | None, *arguments: str, words: int = 1) -> tuple[float, int, float, int]:
+        """The last one is the limit, and what the prompt leaves of the context if that is the limit."""
+        for made in rendering(model, *arguments):
+            llm, prompt = Written(made, "7"), [{"role": "user", "content": "What is 3 plus 4? " * words}]
+            some = round_task(prompt=prompt)
+            await completed(llm, some, *arguments, as_served=True, temperature=temperature)
+            found, room = llm.sampling, 512 - len(await made.chat().encode(some))
+        assert found.seed == seed_of(7, 0)
+        limit = -1 if found.max_tokens == room else found.max_tokens
+        return found.temperature, found.top_k, found.repetition_penalty, limit
 
-    assert told(None) == (0.5, 7, 1.5, 90)
-    assert told(None, prompt=500) == (0.5, 7, 1.5, 12), "what the context of 512 leaves"
-    assert told(0.8) == (0.8, 7, 1.5, 90)
-    assert told(None, "--generation-config", "vllm") == (1.0, 0, 1.0, 412)
-    assert told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
+    assert await told(None) == (0.5, 7, 1.5, 90)
+    assert await told(None, words=52) == (0.5, 7, 1.5, -1), "what the context of 512 leaves"
+    assert await told(0.8) == (0.8, 7, 1.5, 90)
+    assert await told(None, "--generation-config", "vllm") == (1.0, 0, 1.0, -1)
+    assert await told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
+
+
+def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
+    def given(**serving: Any) -> list[str]:
+        return chat_arguments(str(tmp_path / "Qwen3-4B"), Config.model_validate({"serving": serving}).serving)
+
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    assert given(max_model_len=512) == ["--max-model-len", "512", *tools, "--reasoning-parser", "qwen3"]
+    own = given(tool_call_parser="none", reasoning_parser="deepseek_r1", extra_args=["--seed", "3"])
+    assert own == ["--reasoning-parser", "deepseek_r1", "--seed", "3"]
+
+
+@pytest.mark.slow
+def test_a_worker_plans_its_engines_without_vllm() -> None:
+    """Only the engine's actor loads it."""
+    code = (
+        "import sys; sys.modules['vllm'] = None; from flywheel.training.worker.training_round import Engine, Round;"
+        "from flywheel.config.file import Config; from flywheel.serving.server.vllm_command import chat_arguments;"
+        "print(chat_arguments('/m/Qwen3-4B', Config().serving)[:1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['--enable-auto-tool-choice']\n"
+
+
+def test_the_chat_template_of_a_server_is_found_without_vllm() -> None:
+    assert chat_template([]) is chat_template(["--seed", "3"]) is None
+    assert chat_template(["--chat-template", "a.jinja", "--chat_template=b={{ 1 }}"]) == "b={{ 1 }}"
+    assert chat_template(["--seed", "3", "--chat-template", "a.jinja"]) == "a.jinja"
 
 
 @pytest.mark.slow
 def test_a_real_server_makes_the_same_tokens(served: Served, vllm_server: VllmServer, tmp_path: Path) -> None:
     """Of the same messages, with the same template."""
     (tmp_path / "t.jinja").write_text((POLICY / "chat_template.jinja").read_text())
-    chat = served_format(["--chat-template", str(tmp_path / "t.jinja")])
+    chat = served.chat("--chat-template", str(tmp_path / "t.jinja"))
     some = asked("t-1", called("search", '{"q":"é"}'), [])
-    tokens = asyncio.run(served.chat(chat).encode(some))
+    tokens = asyncio.run(chat.encode(some))
     told = httpx2.post(
         f"{vllm_server.url}/tokenize",
         headers=vllm_server.headers,

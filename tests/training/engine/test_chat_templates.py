@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import NO_REASONING, ChatFormat
+from flywheel.training.engine.chat_rendering import NO_REASONING
 from flywheel.training.engine.engine import Engine
 from flywheel.training.engine.target_message import NoSampleError
 from scripts.template_table import UNTHOUGHT, documented, outcome
@@ -275,7 +275,7 @@ async def test_a_hopeless_template_is_named_before_the_model_is_loaded(
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", load)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     model = served.model_config.model
-    engine = Engine(dataclasses.replace(SETTINGS, model=model, chat=ChatFormat(max_model_len=64), imitates=True))
+    engine = Engine(dataclasses.replace(SETTINGS, model=model, server=("--max-model-len", "64"), imitates=True))
     expected = "no token at which the server stops" if family == "glm4moe" else "the model would be loaded"
     with pytest.raises(TrainError, match=expected):
         await engine.start()

@@ -18,6 +18,7 @@ from tests.training.engine.scripted_application import (
     QUESTION,
     TOO_LONG,
     ScriptedApplication,
+    TalkativeApplication,
     answered,
     asking,
     message,
@@ -96,6 +97,45 @@ async def test_each_secret_is_that_of_one_rollout() -> None:
     assert ended.json()["error"]["message"] == "Not Found"
 
 
+@pytest.mark.parametrize(
+    ("asked", "answers"), [({}, [60, 40]), ({"max_tokens": 25}, [25, 25, 25, 25]), ({"max_tokens": 90}, [60, 40])]
+)
+async def test_limits_hold_for_calls_at_the_same_time(asked: dict[str, Any], answers: list[int]) -> None:
+    rollout = session(TalkativeApplication(), tokens=100, turn_tokens=60, turns=6)
+    async with listening(rollout) as (_, [url]), client(url) as agent:
+        calls = (agent.chat.completions.create(model="m", messages=QUESTION, **asked) for _ in range(8))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [each for each in found if isinstance(each, openai.BadRequestError)]
+    assert [len(call.token_ids) for call in rollout.calls] == answers
+    assert (rollout.generated, len(refused)) == (100, 8 - len(answers))
+    assert {each.body["message"] for each in refused if isinstance(each.body, dict)} == {
+        "this rollout has reached its limit of 100 generated tokens"
+    }
+
+
+async def test_turns_are_those_of_calls_at_the_same_time_too() -> None:
+    rollout = session(ScriptedApplication(), turns=2)
+    async with listening(rollout) as (_, [url]), client(url) as agent:
+        calls = (agent.chat.completions.create(model="m", messages=QUESTION) for _ in range(8))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(each).__name__ for each in found].count("BadRequestError") == 6
+    assert (len(rollout.calls), rollout.is_truncated) == (2, True)
+
+
+@pytest.mark.parametrize("header", [{}, {"x-stainless-retry-count": "0"}])
+async def test_an_agent_that_votes_gets_as_many_samples(header: dict[str, str]) -> None:
+    rollout = session(TalkativeApplication(), tokens=10, turn_tokens=1)
+    async with listening(rollout) as (_, [url]), httpx2.AsyncClient(headers=header) as http:
+        found = [await http.post(f"{url}/chat/completions", json=asking("vote")) for _ in range(3)]
+        found += await asyncio.gather(*(http.post(f"{url}/chat/completions", json=asking("vote")) for _ in range(3)))
+        again = await http.post(
+            f"{url}/chat/completions", json=asking("vote"), headers={"x-stainless-retry-count": "1"}
+        )
+    texts = [each.json()["choices"][0]["message"]["content"] for each in found]
+    assert (sorted(texts), len(rollout.calls)) == ([f"answer {number}" for number in range(6)], 6)
+    assert again.json() in [each.json() for each in found], "a retry"
+
+
 async def test_a_client_that_asks_for_a_stream_gets_one() -> None:
     said = message("I add.", calls=[("add", '{"a": 3, "b": 4}'), ("add", '{"a": 7, "b": 1}')], reasoning="3 + 4")
     app = ScriptedApplication(answered(said, finish="tool_calls"))
@@ -159,7 +199,7 @@ async def test_a_call_that_a_client_gives_up_is_remembered() -> None:
     async with listening(rollout) as (_, [url]):
         asked = asyncio.create_task(post(url, asking("?")))
         await started(app)
-        [call] = rollout._known.values()
+        [call] = rollout._calls
         asked.cancel()
         await until(lambda: not call.waiting, "the end of the request")
         app.go.set()
@@ -208,7 +248,7 @@ async def test_a_clients_retry_does_not_count_twice() -> None:
         asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=QUESTION))
         await started(app)
         transport.gives_up.set()
-        [call] = rollout._known.values()
+        [call] = rollout._calls
         await until(lambda: call.waiting == 2, "the second attempt")
         transport.first.cancel()
         await until(lambda: call.waiting == 1, "the end of the first attempt")

@@ -13,7 +13,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import NO_REASONING, ChatFormat
+from flywheel.training.engine.chat_rendering import NO_REASONING
 from flywheel.training.engine.target_message import NoSampleError
 from tests.factories.chat_rendering import Served, rendering
 from tests.factories.round import POLICY
@@ -103,7 +103,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def samples(
     served: Served, template: str, of: RoundTask, *, empty: bool = False, **arguments: Any
 ) -> tuple[Sample, ...]:
-    chat = served.chat(ChatFormat(template=template, arguments=arguments), context=4096)
+    chat = served.chat(f"--chat-template={template}", f"--default-chat-template-kwargs={json.dumps(arguments)}")
     return asyncio.run(chat.recorded_reply(of, empty_reasoning=empty)).samples
 
 
@@ -119,7 +119,7 @@ def supervised(served: Served, sample: Sample) -> list[str]:
 
 
 def encoded(served: Served, template: str, of: RoundTask, **arguments: Any) -> tuple[int, ...]:
-    chat = served.chat(ChatFormat(template=template, arguments=arguments), context=4096)
+    chat = served.chat(f"--chat-template={template}", f"--default-chat-template-kwargs={json.dumps(arguments)}")
     return asyncio.run(chat.encode(of))
 
 
@@ -343,7 +343,7 @@ def test_reasoning_that_the_agent_does_not_send_again_is_trained_and_no_context(
 
 def test_a_template_is_asked_before_the_model_is_loaded_whether_it_trains(served: Served) -> None:
     def checked(template: str) -> None:
-        asyncio.run(served.chat(ChatFormat(template=template), context=4096).check_targets())
+        asyncio.run(served.chat(f"--chat-template={template}").check_targets())
 
     for template in (CHATML, LLAMA, SMOLLM, QWEN3):
         checked(template)
@@ -366,7 +366,7 @@ def test_a_template_is_asked_before_the_model_is_loaded_whether_it_trains(served
 
 
 def test_reasoning_that_the_text_says_as_well_is_missed_where_a_template_writes_none(served: Served) -> None:
-    chat = served.chat(ChatFormat(template=CHATML), context=4096)
+    chat = served.chat(f"--chat-template={CHATML}")
     reply = asyncio.run(chat.recorded_reply(task(said("3", reasoning_content="3")), empty_reasoning=False))
     assert reply.without == (NO_REASONING,)
 
@@ -374,7 +374,7 @@ def test_reasoning_that_the_text_says_as_well_is_missed_where_a_template_writes_
 def test_a_token_that_ends_turns_is_special_whatever_the_vocabulary_says(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = served.chat(ChatFormat(template=CHATML), context=4096)
+    chat = served.chat(f"--chat-template={CHATML}")
     ends = {served.renderer.get_tokenizer().convert_tokens_to_ids(token) for token in ("<|im_end|>", "</tool_call>")}
     monkeypatch.setattr(chat, "_end_of_turn", lambda: ends)
     with pytest.raises(NoSampleError, match="special token </tool_call>"):

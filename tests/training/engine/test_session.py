@@ -16,6 +16,7 @@ from flywheel.training.engine.served_application import BASE_MODEL
 from tests.training.engine.scripted_application import (
     TOO_LONG,
     ScriptedApplication,
+    TalkativeApplication,
     answered,
     asking,
     message,
@@ -119,10 +120,9 @@ async def test_a_retry_of_a_call_in_flight_waits_for_its_answer() -> None:
     first = asyncio.create_task(rollout.complete(asking("?")))
     await started(app)
     second = asyncio.create_task(rollout.complete(asking("?"), attempt=1))
-    third = asyncio.create_task(rollout.complete(asking("?")))
     await asyncio.sleep(0)
     app.go.set()
-    assert await first == await second == await third
+    assert await first == await second
     assert (len(app.asked), len(rollout.calls)) == (1, 1)
 
 
@@ -145,14 +145,49 @@ async def test_a_retry_of_an_answered_call_has_its_answer() -> None:
     rollout = session(app)
     one = await rollout.complete(asking("a"), attempt=0)
     assert await rollout.complete(asking("a"), attempt=1) == one
-    assert await rollout.complete(asking("a")) == one, "equal to the last request"
     two = await rollout.complete(asking("b"), attempt=0)
     assert await rollout.complete(asking("a"), attempt=2) == one, "a late retry of a parallel call"
-    # These are new calls: the client says that it does not retry, or there was another turn in between.
-    assert await rollout.complete(asking("b"), attempt=0) != two
+    assert await rollout.complete(asking("b"), attempt=0) != two, "the client says that it does not retry"
     assert len(rollout.calls) == 3
-    assert await rollout.complete(asking("a")) != one
-    assert len(rollout.calls) == 4
+
+
+async def test_equal_requests_of_a_client_that_does_not_count_are_sampled_anew() -> None:
+    """An agent that takes the vote of several answers, one after the other and at the same time."""
+    rollout = session(TalkativeApplication(), tokens=100, turn_tokens=1)
+    replies = [await rollout.complete(asking("?")) for _ in range(3)]
+    replies += await asyncio.gather(*(rollout.complete(asking("?")) for _ in range(3)))
+    assert [reply.body["choices"][0]["message"]["content"] for reply in replies] == [
+        f"answer {number}" for number in range(6)
+    ]
+    assert len(rollout.calls) == 6
+
+
+async def test_a_retry_among_equal_calls_is_that_of_the_one_that_its_client_left() -> None:
+    app = TalkativeApplication(hold=True)
+    rollout = session(app, tokens=100, turn_tokens=1)
+    calls = [asyncio.create_task(rollout.complete(asking("?"), attempt=0)) for _ in range(3)]
+    await started(app, 3)
+    calls[1].cancel()
+    await asyncio.wait([calls[1]])
+    calls[1] = asyncio.create_task(rollout.complete(asking("?"), attempt=1))
+    await asyncio.sleep(0)
+    app.go.set()
+    texts = [reply.body["choices"][0]["message"]["content"] for reply in await asyncio.gather(*calls)]
+    assert texts == ["answer 0", "answer 1", "answer 2"]
+    assert (len(rollout.calls), rollout.fault) == (3, None)
+
+
+async def test_a_retry_that_comes_before_its_client_is_known_to_have_left_settles_it() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    calls = [asyncio.create_task(rollout.complete(asking("?"), attempt=0)) for _ in range(2)]
+    await started(app, 2)
+    calls.append(asyncio.create_task(rollout.complete(asking("?"), attempt=1)))
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    app.go.set()
+    await asyncio.wait(calls)
+    assert rollout.fault is None
 
 
 async def test_a_refused_request_is_the_servers_error_and_no_call() -> None:
@@ -224,7 +259,7 @@ async def test_a_call_that_its_client_gave_up_is_remembered_unless_a_retry_is_an
 async def test_budgets_end_a_rollout() -> None:
     app = ScriptedApplication()
     rollout = session(app, tokens=3)
-    await rollout.complete(asking("a"), max_tokens=8)
+    await rollout.complete(asking("a"))
     await rollout.complete(asking("b"))
     reply = await rollout.complete(asking("c"))
     assert [limits.tokens for limits in app.limits] == [3, 1]
@@ -232,14 +267,78 @@ async def test_budgets_end_a_rollout() -> None:
     assert rollout.is_truncated
     app = ScriptedApplication()
     rollout = session(app, tokens=7, turn_tokens=4)
-    await rollout.complete(asking("a"), max_tokens=2)
-    await rollout.complete(asking("b"), max_tokens=8)
-    await rollout.complete(asking("c"))
-    assert [limits.tokens for limits in app.limits] == [2, 4, 3], "a turn has a limit of its own"
+    for text in "abc":
+        await rollout.complete(asking(text))
+    assert [limits.tokens for limits in app.limits] == [4, 4, 3], "a turn has a limit of its own"
     rollout = session(app, turns=1)
     first = await rollout.complete(asking("a"))
-    assert await rollout.complete(asking("a")) == first, "a retry is no turn"
+    assert await rollout.complete(asking("a"), attempt=1) == first, "a retry is no turn"
     assert (await rollout.complete(asking("b"))).error == "this rollout has reached its limit of 1 calls of the model"
+
+
+async def test_calls_at_the_same_time_reserve_what_they_may_use_and_give_the_rest_back() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app, tokens=100, turn_tokens=40)
+    asked: list[dict[str, Any]] = [{}, {"max_tokens": 30}, {"max_completion_tokens": 900, "max_tokens": 1}, {}, {}]
+    calls = [asyncio.create_task(rollout.complete(asking("?", **each))) for each in asked]
+    await started(app, 3)
+    await turns_of_the_loop()
+    assert [limits.tokens for limits in app.limits] == [40, 40, 30], "the others wait"
+    app.go.set()
+    assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 5
+    assert (rollout.generated, rollout.is_truncated) == (10, False)
+    assert [limits.tokens for limits in app.limits[3:]] == [40, 40], "each used two tokens"
+
+
+async def test_a_call_that_fails_gives_its_turn_to_one_that_waits() -> None:
+    rollout = session(ScriptedApplication((400, TOO_LONG), FAILED, answered(message())), turns=1)
+    replies = await asyncio.gather(*(rollout.complete(asking(text)) for text in "abcd"))
+    assert [reply.status for reply in replies] == [400, 500, 200, 400]
+    assert replies[3].error == "this rollout has reached its limit of 1 calls of the model"
+
+
+async def test_a_refusal_after_a_failure_does_not_hide_it() -> None:
+    rollout = session(ScriptedApplication(FAILED, answered(message())), turns=1)
+    await rollout.complete(asking("a"))
+    await rollout.complete(asking("b"))
+    assert (await rollout.complete(asking("a"))).is_beyond_limit
+    assert rollout.fault is not None
+    assert rollout.fault[0] == "engine_error"
+
+
+@pytest.mark.parametrize("end", ["its client leaves", "its own client leaves", "the run ends", "the engine fails"])
+async def test_a_call_that_waits_for_another_always_ends(end: str) -> None:
+    fails = end == "the engine fails"
+    app = ScriptedApplication(*([RuntimeError("core died")] if fails else []), hold=True)
+    rollout = session(app, tokens=10)
+    first, second = calls = [asyncio.create_task(rollout.complete(asking(text))) for text in "ab"]
+    await started(app)
+    await turns_of_the_loop()
+    if end == "the run ends":
+        rollout.close()
+        assert [reply.status for reply in await asyncio.gather(*calls)] == [410, 410]
+        assert len(app.asked) == 1
+        return
+    if end == "its client leaves":
+        first.cancel()
+    elif end == "its own client leaves":
+        second.cancel()
+        await asyncio.wait([second])
+        second = asyncio.create_task(rollout.complete(asking("b")))
+        await asyncio.sleep(0)
+    app.go.set()
+    await asyncio.wait([first, second])
+    if fails:
+        assert [str(each.exception()) for each in calls] == ["core died"] * 2
+    else:
+        assert second.result().status == 200
+        assert [body["messages"][0]["content"] for body in app.asked] == ["a", "b"]
+
+
+async def turns_of_the_loop() -> None:
+    """All that can go on without an answer of the model has done so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 CUT = answered(message("It"), finish="length")

@@ -52,6 +52,8 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(AsyncEngineArgs=refuse))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=None))
     monkeypatch.setattr(engine_module, "base_dtype", lambda _: "bfloat16")
+    server = SimpleNamespace(generation_config="auto", override_generation_config=None, max_model_len=None)
+    monkeypatch.setattr(engine_module, "server_arguments", lambda *_: server)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))

@@ -12,7 +12,6 @@ from typing import Any
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question
 from flywheel.records.round import RoundTask
-from flywheel.training.engine.chat_rendering import ChatFormat
 from tests.factories.task import round_task
 from tests.training.recorded.recordings import call, steps
 
@@ -52,19 +51,11 @@ RESULT = "What is 1 plus 1?"
 """Of words that the policy knows."""
 
 
-def write(folder: Path) -> ChatFormat:
-    """Write parser and template, and return the server's settings with them."""
+def arguments(folder: Path) -> list[str]:
+    """Write parser and template; the server's arguments with them."""
     (folder / "parser.py").write_text(PARSER)
     (folder / "template.jinja").write_text(TEMPLATE)
-    return ChatFormat(
-        template=str(folder / "template.jinja"), tool_parser="first-message", tool_plugin=str(folder / "parser.py")
-    )
-
-
-def arguments(folder: Path) -> list[str]:
-    """The same, as arguments of the server."""
-    chat = write(folder)
-    return ["--chat-template", str(chat.template), "--tool-parser-plugin", chat.tool_plugin]
+    return ["--chat-template", f"{folder}/template.jinja", "--tool-parser-plugin", f"{folder}/parser.py"]
 
 
 def task(name: str, question: Question, recorded: Sequence[bool] = (True, False), **values: Any) -> RoundTask:

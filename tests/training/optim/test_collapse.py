@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
-from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.optim.collapse import CollapseWatch, StepFigures
 from flywheel.training.optim.round_steps import RoundRefusedError
 from tests.factories.policy_training import TEMPERATURE
 from tests.factories.round import POLICY, round_spec
-from tests.training.data.rollouts import StandIn, batch, prompt, verdict
+from tests.training.data.rollouts import StandIn, batch, prompt, reply, verdict
 
 GOOD, BAD = (0.6, 0.8, 0.7, 0.7), (0.2, 0.4, 0.3, 0.3)
 

@@ -13,9 +13,9 @@ import pytest
 
 from flywheel.config.file import Config
 from flywheel.training.data.graded_rollouts import StoredSteps
-from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
 from tests.factories.round import POLICY, round_spec
-from tests.training.data.rollouts import StandIn, prompt, verdict
+from tests.training.data.rollouts import StandIn, prompt, reply, verdict
 
 STARTED = """
 import sys, tempfile

@@ -14,7 +14,7 @@ from flywheel.records.task import task_line
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.training.data.rollout import CallOutcome
 from flywheel.training.recorded.expected_hits import HitRate, expected_hits
-from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools
+from flywheel.training.recorded.recorded_rollout import RecordedLoop, RecordedTools
 from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
 from tests.sources.studio.reading import read_all
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
@@ -33,10 +33,10 @@ def traces() -> list[TraceRecording]:
 def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[TraceRecording]) -> None:
     outcomes: list[tuple[str, CallOutcome]] = []
     for trace in traces:
-        loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)), Budgets(99, 10_000))
+        loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)))
         for step in trace.steps:
             if step.get("tool_calls"):
-                loop.advance(step, tokens=1)
+                loop.advance(step)
         told = [(step["role"], step["content"]) for step in trace.steps if step.get("name") != "no_such_tool"]
         again = [(step["role"], step["content"]) for step in loop.steps if step.get("name") != "no_such_tool"]
         assert [each for each in again if each[0] == "tool"] == [each for each in told if each[0] == "tool"]

@@ -22,14 +22,14 @@ from flywheel.judge.rubric.rubric import CRITERION, Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from flywheel.training.data.rollout import Completion, exchange
-from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools, ToolSetup, roll_out
+from flywheel.training.recorded.recorded_rollout import RecordedLoop, RecordedTools, ToolSetup
 from flywheel.training.recorded.recordings import TraceRecording, results_of
 from tests.cases import for_each
 from tests.factories.judge_server import JudgeServer, nonce_of
 from tests.factories.shipped_rubrics import COMPLETION, INVENTED, SHIPPED
 from tests.factories.task import round_task
 from tests.training.data.rollouts import prompt
-from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
+from tests.training.engine.scripted_session import ScriptedPolicy, recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, FINISH, call, recording, said, tool
 
 SEARCH = tool("search", "Search.", q={"type": "string"})
@@ -50,11 +50,11 @@ def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace
     """What the judge is given of a rollout with these calls, one list for each message, and this answer."""
     finish = {"generate_response"}
     tools = RecordedTools(trace.tools, results_of(trace, finish), finish_tools=finish)
-    loop = RecordedLoop(prompt().task.prompt, tools, Budgets(turns=9, tokens=99))
+    loop = RecordedLoop(prompt().task.prompt, tools)
     for calls in turns:
-        loop.advance(said(*calls), tokens=1)
+        loop.advance(said(*calls))
     if loop.end is None:
-        loop.advance({"role": "assistant", "content": answer}, tokens=1)
+        loop.advance({"role": "assistant", "content": answer})
     task = round_task(tools=trace.tools, steps=trace.steps, errors=trace.errors)
     return exchange(replace(prompt(), task=task), Completion(loop.answer, steps=tuple(loop.steps)))
 
@@ -155,7 +155,7 @@ def test_under_every_shipped_rubric_a_rollout_is_rewarded_for_its_own_steps(path
 
     def done(*messages: ChatMessage) -> Exchange:
         asked = rollout_request(task)
-        completion = asyncio.run(roll_out(asked, ScriptedSession(messages), ToolSetup()))
+        completion = asyncio.run(ScriptedPolicy(messages).roll_out(asked, ToolSetup()))
         assert not completion.error
         return exchange(asked.prompt, completion)
 

@@ -104,8 +104,9 @@ def calling_settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings
     from tests.factories.engine import settings
     from tests.training.optim import calling_policy
 
-    chat = calling_policy.write(tmp_path_factory.mktemp("chat"))
-    return replace(settings(str(POLICY)), chat=chat, more_adapters=1)
+    chat = calling_policy.arguments(tmp_path_factory.mktemp("chat"))
+    server = ("--enable-auto-tool-choice", "--tool-call-parser", "first-message", *chat)
+    return replace(settings(str(POLICY)), server=server, more_adapters=1)
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,14 @@ from flywheel.errors import FlywheelError, JudgeError, ProcessLostError, TrainEr
 from flywheel.records.verdict import CriterionResult, Exchange, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import seed_of
-from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.ray_cluster import RayCalls
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer
 from tests.factories.round import round_spec
-from tests.training.data.rollouts import prompt, request, rollout, verdict
+from tests.training.data.rollouts import prompt, reply, request, rollout, verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

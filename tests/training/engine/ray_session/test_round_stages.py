@@ -20,7 +20,7 @@ from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from flywheel.training.data import rollout_file
 from flywheel.training.data.loss_selection import read_selection
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Completion, RolloutRequest, reply
+from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
@@ -29,7 +29,7 @@ from flywheel.training.worker.round_stages import Stages, Training, ended_stages
 from flywheel.training.worker.trainer_process import TrainerProcesses
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
-from tests.training.data.rollouts import verdict
+from tests.training.data.rollouts import reply, verdict
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -34,7 +34,6 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.samples import Sample, TrainingRow
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.chat_rendering import ChatFormat
 from flywheel.training.engine.engine import Engine, EngineSettings
 from tests.conftest import serve_config, start_server, stop_server
 from tests.factories.engine import share_of_an_engine
@@ -159,7 +158,7 @@ def engine(model: Path, shared_engine: Any) -> Iterator[Any]:
         gpu_memory_utilization=0.3,
         kv_cache_gib=1,
         cpu_threads=ray_cluster.cpu_threads(),
-        chat=ChatFormat(max_model_len=CONTEXT),
+        server=("--max-model-len", str(CONTEXT)),
     )
     actor = ray_cluster.start(Engine, settings, gpus=share_of_an_engine())
     ray_cluster.wait([actor.start.remote()])
