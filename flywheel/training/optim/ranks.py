@@ -9,51 +9,19 @@ memory in a pass then leaves no other one waiting, and each may have any number 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import psutil
-
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
     from torch.nn import Parameter
 
 T = TypeVar("T")
 
-PATIENCE: Final = datetime.timedelta(days=30)
-"""The others wait as long for a step that the judge delays. Ray notices processes that die, and ends the attempt."""
 _ENDED: Final = "ended"
 
 
 class EndedError(Exception):
     """Rank 0 does not go on."""
-
-
-def open_store(host: str, workers: int) -> TCPStore:
-    """In rank 0: the store by which so many processes find each other, on one of this node's addresses."""
-    from torch.distributed import TCPStore
-
-    with socket.create_server((host, 0)) as listening:
-        # By itself, a store listens on all of the node's addresses.
-        return TCPStore(
-            host,
-            listening.getsockname()[1],
-            workers,
-            is_master=True,
-            timeout=PATIENCE,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-
-
-def reach_store(host: str, port: int, workers: int) -> TCPStore:
-    """In the others: the store of rank 0."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(host, port, workers, timeout=PATIENCE)
 
 
 class Ranks:
@@ -65,23 +33,6 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-    def join(self, store: TCPStore, host: str) -> None:
-        """Wait until all have joined by the store of rank 0. `host` is the address of this node, whose network the
-        processes use."""
-        import torch
-
-        if interface := _interface(host):
-            for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-        # What accelerate reads. Ray gives each process one GPU, which is the first that it sees.
-        own = {"RANK": self.rank, "WORLD_SIZE": self.workers, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        os.environ |= {name: str(value) for name, value in own.items()}
-        os.environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.workers, timeout=PATIENCE
-        )
 
     def scatter(self, make: Callable[[], Sequence[T]]) -> T:
         """This process's part of what `make` returns in rank 0, a part for each. What it raises there is raised there
@@ -149,9 +100,3 @@ def add_gradients(accelerator: Any, weights: Iterable[Parameter]) -> None:
     summed = accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="sum")
     for weight, part in zip(own, summed.split([weight.numel() for weight in own]), strict=True):
         weight.grad = part.view_as(weight)
-
-
-def _interface(host: str) -> str:
-    """The network interface that has an address of this node."""
-    of_host = (name for name, found in psutil.net_if_addrs().items() if any(each.address == host for each in found))
-    return next(of_host, "")

@@ -59,7 +59,8 @@ from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseW
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.prefetch import Prefetch
-from flywheel.training.optim.ranks import EndedError, Ranks, open_store, reach_store
+from flywheel.training.optim.process_group import join, open_store, reach_store
+from flywheel.training.optim.ranks import EndedError, Ranks
 from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
@@ -171,7 +172,7 @@ class Trainer(RoundActor):
         import_trl()
         if meeting is not None:
             store = self._store or reach_store(*meeting, self._ranks.workers)
-            self._ranks.join(store, ray.util.get_node_ip_address())
+            join(store, self._ranks.rank, self._ranks.workers, ray.util.get_node_ip_address())
 
     def use_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the round (`Config`), once it is decided which reward counts."""
