@@ -19,7 +19,7 @@ from flywheel.records.round import RoundSpec, RoundTask
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, ServedChat, served_format
 from flywheel.training.engine.engine import Engine
-from flywheel.training.worker.training_round import chat_of
+from flywheel.training.worker.processes import chat_of
 from tests.conftest import VllmServer
 from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.round import POLICY

@@ -12,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config.file import Config
-from flywheel.records.round import METRICS_FILE
+from flywheel.records.round import METRICS_FILE, AdapterRef
 from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.policy import is_unchanged
-from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
+from flywheel.training.optim.epochs import longest_of, minibatches, rows_of, stage_settings
+from flywheel.training.worker.loop import Epochs
+from flywheel.training.worker.stage_work import StageWork
 from tests.factories.policy_training import gradients, policy
 from tests.factories.round import POLICY, round_spec
+from tests.factories.stage_loop import TrainersHere, work
 
 GRPO: dict[str, Any] = {
     "training": {
@@ -63,12 +65,23 @@ def base(request: pytest.FixtureRequest) -> Path:
     return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")
 
 
-def trainer_on(directory: Path, settings: Config, base: Path) -> Any:
-    from flywheel.training.optim.trainer import Trainer
-
+def stage_on(directory: Path, settings: Config, base: Path = POLICY) -> StageWork:
+    """A stage of SFT with a trainer in this process."""
     spec = round_spec(seed=3, base_model=str(base), settings=settings.model_dump(mode="json"))
-    made = Trainer(spec, str(directory), threads=1)
-    made.start(None)
+    return work(spec, settings, directory, TrainersHere(spec), "sft")
+
+
+def with_effect(monkeypatch: pytest.MonkeyPatch, base: Path) -> list[Any]:
+    """Let new adapters have an effect. Returns the policies that are made."""
+    from flywheel.training.optim import trainer_actor
+
+    made: list[Any] = []
+
+    def with_adapter(*_: Any) -> Any:
+        made.append(policy(base))
+        return made[-1]
+
+    monkeypatch.setattr(trainer_actor, "with_adapter", with_adapter)
     return made
 
 
@@ -97,26 +110,19 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path
 ) -> None:
     import torch
-    from transformers import TrainerCallback
 
-    from flywheel.training.optim import grpo
+    from flywheel.training.optim.policy_step import PolicyStep
 
-    settings = Config.model_validate(GRPO)
-    trainer = trainer_on(tmp_path, settings, base)
-    trainer._model = policy(base)
-    seen: list[dict[str, Any]] = []
+    made, seen = with_effect(monkeypatch, base), list[dict[str, Any]]()
+    update = PolicyStep._update
 
-    class Gradients(TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.append(gradients(trainer._model))
+    def observed(self: Any, sums: Any) -> Any:
+        seen.append(gradients(made[-1]))
+        return update(self, sums)
 
-    original = grpo.RoundTrainer.__init__
-
-    def observed(self: Any, **arguments: Any) -> None:
-        original(self, **{**arguments, "callbacks": [*arguments["callbacks"], Gradients()]})
-
-    monkeypatch.setattr(grpo.RoundTrainer, "__init__", observed)
-    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
+    monkeypatch.setattr(PolicyStep, "_update", observed)
+    of_stage = stage_on(tmp_path, Config.model_validate(GRPO), base)
+    Epochs("sft", of_stage, REPLIES, REPLIES[:1]).run()
 
     expected, loss = cross_entropy(base, torch.float64)
     rounded, _ = cross_entropy(base, torch.float32)
@@ -136,21 +142,23 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["held_out_loss"] > 0
     assert not lines[0].keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
-    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert (of_stage.adapter / "adapter_config.json").is_file()
 
 
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_path: Path, base: Path) -> None:
+def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path
+) -> None:
     import torch
 
-    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), base)
-    trainer._model = policy(base)
-    before = {name: weight.detach().clone() for name, weight in trainer._model.named_parameters()}
-    losses = trainer.losses(REPLIES, tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
-    assert all(torch.equal(before[name], weight) for name, weight in trainer._model.named_parameters())
+    made, settings = with_effect(monkeypatch, base), stage_settings(Config.model_validate(GRPO), "sft", 3)
+    trainers = stage_on(tmp_path, settings, base).trainers
+    trainers.begin("sft", settings, settings.training.steps, longest_of(REPLIES), None)
+    before = {name: weight.detach().clone() for name, weight in made[-1].named_parameters()}
+    losses = trainers.nll([rows_of([reply]) for reply in REPLIES])
+    assert all(torch.equal(before[name], weight) for name, weight in made[-1].named_parameters())
     model = policy(base)
     for reply, loss in zip(REPLIES, losses, strict=True):
         total = tokens = 0.0
@@ -161,9 +169,6 @@ def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_p
             total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
             tokens += sum(sample.loss_mask)
         assert loss == pytest.approx(total / tokens, rel=1e-4)
-    trainer.load(None)
-    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
-    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.training
@@ -182,10 +187,12 @@ def test_the_output_layer_is_computed_for_no_prompt_and_no_padding(
             computed.append(len(hidden))
             return original.apply(hidden, *arguments)
 
-    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), POLICY)
+    settings = stage_settings(Config.model_validate(GRPO), "sft", 2)
+    trainers = stage_on(tmp_path, settings).trainers
+    trainers.begin("sft", settings, settings.training.steps, longest_of(REPLIES), None)
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Observed)
     # A sample of nine tokens behind a prompt of five; then one of seven beside one of five, whose prompt is two.
-    trainer.losses([REPLIES[0], REPLIES[2]], tmp_path / "adapter")
+    trainers.nll([rows_of([reply]) for reply in (REPLIES[0], REPLIES[2])])
     assert computed == [4, 5 + 3]
 
 
@@ -228,14 +235,14 @@ def test_a_short_run_has_a_learning_rate_and_one_that_changes_nothing_is_seen(tm
     def trained(name: str, parent: Path | None = None, count: int = 1, **own: Any) -> Path:
         sft = {"epochs": 1, "batch_size": 1, "learning_rate": 1e-3, **own}
         settings = Config.model_validate(GRPO | {"training": GRPO["training"] | {"sft": sft}})
-        (tmp_path / name).mkdir()
-        trainer = trainer_on(tmp_path / name, settings, POLICY)
-        trainer.load(None if parent is None else AdapterFiles.read(parent))
-        trainer.imitate(REPLIES[:count], (), tmp_path / name / "adapter", 0)
-        return tmp_path / name / "adapter"
+        of_stage = stage_on(tmp_path / name, settings)
+        if parent is not None:
+            of_stage.training.adapter = AdapterRef(name="parent", path=str(parent), sha256="")
+        Epochs("sft", of_stage, REPLIES[:count]).run()
+        return of_stage.adapter
 
     def rates(adapter: Path) -> list[float]:
-        return [line["learning_rate"] for line in read_steps(adapter.parent)]
+        return [line["learning_rate"] for line in read_steps(adapter.parents[2])]
 
     for scheduler in ("linear", "cosine", "constant"):
         warm = trained(scheduler, scheduler=scheduler, warmup_steps=0.03)
