@@ -196,7 +196,7 @@ def policy_step(
 
 
 def gradients(model: Any) -> dict[str, Any]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-4) -> None:

@@ -93,9 +93,9 @@ def settings(workers: int, **training: Any) -> Config:
 
 
 class Processes:
-    """Those of a trainer, each on a node of its own, or the only one, which is this process."""
+    """Those of a trainer, each on a node or a GPU of its own, or the only one, which is this process."""
 
-    def __init__(self, workers: int, parent: AdapterFiles) -> None:
+    def __init__(self, workers: int, parent: AdapterFiles, gpus: int = 0) -> None:
         self.workers, self.parent = workers, parent
         spec = round_spec(seed=3, base_model=str(POLICY), settings=settings(workers).model_dump(mode="json"))
         self.members: list[Any] = []
@@ -103,11 +103,11 @@ class Processes:
             self.alone = Observed(spec, 1)
             self.alone.start()
             return
-        placement = place_on_gpus(workers, 0, trainers=0)
+        placement = place_on_gpus(workers, gpus, trainers=0)
         places = ray_cluster.Places(placement, 60)
         for rank, share in enumerate(placement.engines):
             within = places.at(share)
-            self.members.append(ray_cluster.start(Observed, spec, 1, rank, gpus=0, within=within))
+            self.members.append(ray_cluster.start(Observed, spec, 1, rank, gpus=share.share, within=within))
         meeting = ray_cluster.on_all(self.members[:1], "meet")
         ray_cluster.on_all(self.members, "start", meeting)
         self.trainers = Trainers(self.members)
