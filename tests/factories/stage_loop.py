@@ -36,6 +36,9 @@ class StandInTrainers:
         self.items.append(items)
         return self.figures
 
+    def nll(self, rows: Sequence[Sequence[TrainingRow]]) -> list[float | None]:
+        return [float(len(each)) for each in rows]
+
     def adapter(self) -> AdapterFiles:
         return AdapterFiles({}, {})
 

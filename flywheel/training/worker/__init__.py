@@ -15,6 +15,7 @@ stopped.
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import errno
 import logging
@@ -82,7 +83,8 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         finally:
             if not isinstance(sys.exception(), Stopped):
                 ray_cluster.stop(whole.started)
-    total = round(time.monotonic() - started, 3)
+    # Here, `round` is a module of this package.
+    total = builtins.round(time.monotonic() - started, 3)
     return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
 
 

@@ -24,7 +24,7 @@ from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.loop import Epochs, Reinforcement
 from tests.factories.round import round_spec
-from tests.factories.stage_loop import StandInTrainers, TrainersHere, work
+from tests.factories.stage_loop import FIGURES, StandInTrainers, TrainersHere, work
 from tests.training.data.rollouts import StandIn, prompt, verdict
 
 STARTED = """
@@ -76,6 +76,26 @@ def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path) -> No
     Epochs("sft", again, replies).take_steps()
     assert (trainers.begun[0][-1], len(trainers.items)) == (checkpoint, 3)
     assert [line["step"] for line in read_steps(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_the_figures_of_sft_are_those_of_its_tokens_and_of_held_out_replies_after_each_epoch(tmp_path: Path) -> None:
+    settings = Config.model_validate({"training": {"sft": {"batch_size": 2, "epochs": 2}}})
+    figures = {**FIGURES, "nll": 2.5, "trained_tokens": 4.0, "entropy": 1.5, "logprob_gap": 0.0, "kl": 0.0}
+    of_stage = work(round_spec(), settings, tmp_path, StandInTrainers(figures), "sft")
+    of_stage.training.steps = 3
+    replies = [RecordedReply(f"t-{n}", (Sample((1, 20, 2), (False, True, True)),)) for n in range(3)]
+    run = Epochs("sft", of_stage, replies, replies[:2])
+    run.run()
+    lines = read_steps(tmp_path)
+    assert [(line["step"], line["steps"], line["epoch"], line["replies"]) for line in lines] == [
+        (4, 7, 0.5, 2), (5, 7, 1.0, 1), (6, 7, 1.5, 2), (7, 7, 2.0, 1),
+    ]  # fmt: skip
+    assert [line.get("held_out_loss") for line in lines] == [None, 2.0, None, 2.0]
+    for line in lines:
+        assert (line["stage"], line["loss"], line["trained_tokens"], line["entropy"]) == ("sft", 2.5, 4, 1.5)
+        assert not line.keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
+    assert (run.trained, of_stage.training.steps, run.with_gradient) == (4, 7, {"t-0", "t-1", "t-2"})
+    assert of_stage.adapter.is_dir()
 
 
 class Cutting(StandIn):
