@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
 from flywheel.config.training import Stage
+from flywheel.training.data.graded_rollouts import StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, mean
 from flywheel.training.data.round_progress import Metrics, read_steps
@@ -132,7 +133,7 @@ class Reinforcement(Loop[RolloutBatch]):
         while self._loaded:
             self.work.adapters.unload(self._loaded.pop())
         # Rollouts of a step behind the last one may be stored, too.
-        taken = max(self._taken, len(self._rollouts.stored))
+        taken = max(self._taken, len(StoredSteps(self.work.directory, self.before)))
         self.work.training.rolled_out(taken, self.reward_first, self.reward_last)
 
     def close(self) -> None:
@@ -148,10 +149,11 @@ class Reinforcement(Loop[RolloutBatch]):
 
     @property
     def most_steps(self) -> int | None:
-        """The last checkpoint that it can go on from, in steps; None if any. With overlap, the rollouts of the first
-        step that is not stored are by the weights before the last stored one, some of them perhaps graded."""
+        """The last checkpoint that it can go on from, in steps; None if any. Rollouts of the first step that is not
+        stored are by the weights before it. With overlap, they are by those before the last stored one, and some of
+        them are perhaps graded."""
         stored = len(self._rollouts.stored)
-        return max(0, stored - 1) if self.work.settings.training.overlap and stored < self.steps else None
+        return None if stored == self.steps else max(0, stored - self.work.settings.training.overlap)
 
     def recall(self, done: int) -> None:
         """Count the steps that the checkpoint contains by their stored rollouts."""

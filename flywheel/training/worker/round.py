@@ -95,6 +95,7 @@ class Round:
         with self._timed("train"):
             self._train(train, compared)
         figures = figures_of(self.training, self.spec, self.settings, self.directory)
+        self.planned.left_out.update(self.training.left_out)
         if self.training.refusal:
             return self._result("refused", **figures)
         assert self.training.adapter is not None
@@ -131,7 +132,6 @@ class Round:
         if not any(each.outcome == "trained" for each in training.stages):
             training.refusal = training.stages[-1].reason
         self.usage = training.usage
-        self.planned.left_out.update(training.left_out)
         if self.trainers is not None:
             self.trainers.end()
 

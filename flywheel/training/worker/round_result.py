@@ -17,7 +17,7 @@ MOST_SYSTEM_PROMPTS: Final = 10
 
 
 def figures_of(training: Training, spec: RoundSpec, settings: Config, directory: Path) -> dict[str, Any]:
-    """The fields of the result of a round whose stages have ended."""
+    """The fields of the result of a round whose stages have ended. What was set aside is noted in `training`."""
     lines = read_selection(directory) if spec.pool is not None else []
     released = [line["task_id"] for line in lines if line["outcome"] == "released"]
     set_aside = {line["task_id"]: why_set_aside(line) for line in lines if line["outcome"] == "set aside"}
