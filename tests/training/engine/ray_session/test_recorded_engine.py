@@ -215,7 +215,8 @@ def test_a_step_drops_groups_of_misses_and_trains_on_the_others(
     assert bool(rows) == bool(trained)
     [figures] = [line for line in metrics_of(tmp_path) if line["event"] == "step"]
     assert (figures["groups_dropped"]["misses"], figures["groups"]) == (2, 3)
-    assert (figures["missed"], figures["undecided"], figures["tools"]["miss_share"]) == (8, 0, 8 / 12)
+    assert (figures["missed"], figures["undecided"]) == (8, 0)
+    assert figures["tools"]["miss_share"] == pytest.approx(8 / 12)
     assert figures["tools"]["hit_rate_by_tool"] == {"look": figures["tools"]["hit_rate"]}
 
 
