@@ -101,14 +101,13 @@ def parts(scratch: Path, model_dir: str | None, *, quick: bool) -> dict[str, Cal
     def case(name: str) -> dict[str, Any]:
         stage, _, quantization = name.partition("_")
         rows = training.rollouts(samples, unquantised) if stage == "grpo" else samples
-        settings, folder = size.settings(trainer_quantization=quantization or None), scratch / name
-        folder.mkdir()
-        return training.Run(stage, settings, base, folder, rows).train()
+        settings = size.settings(trainer_quantization=quantization or None)
+        return training.Run(stage, settings, base, rows).train()
 
     def memory() -> dict[str, Any]:
         # Two groups show it as well as all of them.
         rows = training.rollouts(samples, unquantised)[: 2 * training.GROUP]
-        return training.memory_shortage(size, base, scratch / "memory", rows, limited=not quick)
+        return training.memory_shortage(size, base, rows, limited=not quick)
 
     def small_model() -> dict[str, Any]:
         folder = str(training.POLICY) if quick else str(model_dir)

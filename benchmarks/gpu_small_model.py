@@ -59,7 +59,7 @@ def learn(base: str, scratch: Path, quantizations: tuple[str, ...], *, quick: bo
         before = training.logprobs_of(base, own, asked)
         unquantised = unquantised or before
         folder.mkdir()
-        run = training.Run("sft", own, base, folder, taught)
+        run = training.Run("sft", own, base, taught)
         steps = run.train()
         save_adapter(run.model, folder / "adapter")
         after = training.logprobs(run.model, run.compute, asked)

@@ -10,29 +10,26 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, Literal
 
 import torch
-from transformers import AutoTokenizer, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
-from trl import import_utils
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow
 from flywheel.training.engine.policy import load_policy, trainer_dtypes
-from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
-
-# As the round's trainer does: TRL would import vLLM, which it does not use here.
-import_utils.is_vllm_available = lambda *_, **__: False
-from flywheel.training.optim.dpo import PairTrainer, dpo_config  # noqa: E402
-from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset  # noqa: E402
+from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
+from flywheel.training.optim.losses import made_loss
+from flywheel.training.optim.policy_step import PolicyStep
+from flywheel.training.worker.trainers import refuse_not_finite
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,7 +143,7 @@ def gap(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> flo
     return fmean(abs(a - b) for a, b in pairs)
 
 
-class Run(TrainerCallback):  # type: ignore[misc]
+class Run:
     """Steps of one stage, and what they show."""
 
     def __init__(
@@ -154,7 +151,6 @@ class Run(TrainerCallback):  # type: ignore[misc]
         stage: Stage,
         settings: Config,
         base: str,
-        folder: Path,
         samples: Sequence[Sample | TrainingRow],
         seed: int = SEED,
     ) -> None:
@@ -173,48 +169,36 @@ class Run(TrainerCallback):  # type: ignore[misc]
         elif stage == "dpo":
             items = [Pair(f"t{place}", *samples[place : place + 2]) for place in range(0, len(samples), 2)]
         self.tokens = sum(map(len, (getattr(each, "sample", each).token_ids for each in samples)))
-        report, items_of = self._report, lambda _: items
+        order = [list(range(len(items)))] * settings.training.steps
         if stage != "grpo":
+            own = settings.training.sft if stage == "sft" else settings.training.dpo
             settings = stage_settings(settings, stage, len(items))
-            epochs = Epochs(stage, settings, folder, items, seed, 0)
-            report, items_of = partial(self._report, also=epochs.report), epochs.items
-        common: dict[str, Any] = {
-            "settings": settings,
-            "model": self.model,
-            "train_dataset": step_dataset(settings.training.steps),
-            "processing_class": AutoTokenizer.from_pretrained(base),
-            "callbacks": [self, StepLog(report)],
-        }
-        arguments: dict[str, Any] = {"seed": seed, "compute_dtype": self.compute}
-        if stage == "dpo":
-            args = dpo_config(settings, folder / "checkpoints", **arguments)
-            self.trainer = PairTrainer(pairs_of=items_of, args=args, **common)
-        else:
-            longest = settings.rollout.max_completion_tokens
-            args = grpo_config(settings, folder / "checkpoints", **arguments, longest=longest)
-            rows = (lambda step: rows_of(items_of(step))) if stage == "sft" else items_of
-            self.trainer = RoundTrainer(roll_out=rows, args=args, **common)
-        self.trainer.remove_callback(PrinterCallback)
+            order = minibatches(len(items), own.batch_size, own.epochs, seed)
+        steps = [[items[place] for place in places] for places in order]
+        self._steps = [rows_of(each) for each in steps] if stage == "sft" else steps
+        loss = made_loss(
+            stage,
+            self.model,
+            settings,
+            AutoTokenizer.from_pretrained(base),
+            seed=seed,
+            compute_dtype=self.compute,
+            longest=settings.rollout.max_completion_tokens or settings.rollout.max_model_len,
+        )
+        self.policy = PolicyStep(loss, settings, settings.training.steps)
         self.model.get_input_embeddings().register_forward_pre_hook(self._pass)
 
     def _pass(self, _: Any, arguments: tuple[torch.Tensor]) -> None:
         self.passes.append(arguments[0].numel())
         self.autocast = _name(torch.get_autocast_dtype(DEVICE)) if torch.is_autocast_enabled(DEVICE) else "none"
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def _see(self, *_: Any) -> None:
         if not self.gradient:
             self.gradient = {
                 name: p.grad.cpu()
                 for name, p in self.model.named_parameters()
                 if p.requires_grad and p.grad is not None
             }
-
-    def _report(self, step: int, logs: Mapping[str, float], also: Callable[..., None] = lambda *_: None) -> None:
-        also(step, logs)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-        self.logs.append(dict(logs))
 
     def train(self) -> dict[str, Any]:
         """Train, and return the figures. Those of memory are None without a GPU."""
@@ -225,7 +209,17 @@ class Run(TrainerCallback):  # type: ignore[misc]
         if gpu:
             torch.cuda.reset_peak_memory_stats()
             held = round(torch.cuda.memory_allocated() / GIB, 2)
-        self.trainer.train()
+        hook = register_optimizer_step_pre_hook(self._see)
+        try:
+            for number, items in enumerate(self._steps, 1):
+                figures = self.policy.step(items)
+                refuse_not_finite(number, figures)
+                if gpu:
+                    torch.cuda.synchronize()
+                self.ends.append(time.perf_counter())
+                self.logs.append(figures)
+        finally:
+            hook.remove()
         after = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         seconds = median(later - earlier for earlier, later in pairwise(self.ends))
         return {
@@ -241,7 +235,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
             "loss_finite": all(math.isfinite(logs["loss"]) for logs in self.logs),
             "tensors": len(after),
             "tensors_changed": sum(not torch.equal(before[name], p) for name, p in after.items()),
-            "logprob_gap": self.logs[0].get("rows/logprob_gap"),
+            "logprob_gap": self.logs[0].get("logprob_gap"),
         }
 
 
@@ -270,9 +264,7 @@ def short_of_memory(model: Any, limit: int | None, most: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def memory_shortage(
-    size: Size, base: str, folder: Path, rows: Sequence[TrainingRow], *, limited: bool
-) -> dict[str, Any]:
+def memory_shortage(size: Size, base: str, rows: Sequence[TrainingRow], *, limited: bool) -> dict[str, Any]:
     """Two steps of GRPO with too little memory for all rows in one pass, beside steps with two rows a pass.
 
     If it is `limited`, it is what these steps need, four times over, besides what the model takes.
@@ -280,7 +272,7 @@ def memory_shortage(
 
     def run(tokens: int) -> Run:
         # Gradients as they are, not clipped.
-        made = Run("grpo", size.settings(steps=2, micro_batch_tokens=tokens, max_grad_norm=1e9), base, folder, rows)
+        made = Run("grpo", size.settings(steps=2, micro_batch_tokens=tokens, max_grad_norm=1e9), base, rows)
         torch.manual_seed(SEED)
         for name, weight in made.model.named_parameters():
             if "lora_B" in name:
@@ -296,7 +288,7 @@ def memory_shortage(
     short = run(asked)
     with short_of_memory(short.model, limit, 4 * size.longest):
         short.train()
-    sufficed, found = short.trainer._micro_batch_tokens, short.gradient
+    sufficed, found = short.policy.max_tokens, short.gradient
     repeated = [tokens for tokens in short.passes if tokens > sufficed]
     if not repeated:
         raise RuntimeError(f"the steps fitted into {limit} bytes, so nothing was repeated")

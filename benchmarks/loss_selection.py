@@ -85,7 +85,7 @@ def answers_of(model: Any, base: str, messages: Sequence[Message], seed: int) ->
     return tokenizer.batch_decode(made[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure(base: str, folder: Path, seed: int, *, quick: bool) -> dict[str, Any]:
+def measure(base: str, seed: int, *, quick: bool) -> dict[str, Any]:
     """The figures of each strategy with one seed: of each held-out phrase how many answers were exactly right, and
     how many fields."""
     from benchmarks import gpu_training as training
@@ -100,8 +100,7 @@ def measure(base: str, folder: Path, seed: int, *, quick: bool) -> dict[str, Any
     found = {}
     for strategy in STRATEGIES:
         places = chosen(strategy, texts, losses, 4 if quick else SIZE, seed)
-        (own := folder / f"{seed}-{strategy}").mkdir()
-        run = training.Run("sft", settings(seed=seed), base, own, [samples[place] for place in places], seed=seed)
+        run = training.Run("sft", settings(seed=seed), base, [samples[place] for place in places], seed=seed)
         run.train()
         checked: dict[str, list[tuple[float, float]]] = {}
         for message, answer in zip(asked * SAMPLES, answers_of(run.model, base, asked * SAMPLES, seed), strict=True):
@@ -157,12 +156,11 @@ def main() -> None:
     if not (options.model or options.quick):
         parser.error("--model is needed: `make model` prints it")
     found: dict[str, Any] = {}
-    with measurement.folders(options.dir) as (_, scratch):
-        for seed in SEEDS[:1] if options.quick else SEEDS:
-            found[str(seed)] = measure(options.model or str(POLICY), scratch, seed, quick=options.quick)
-            if not options.quick:
-                about = {**found, "machine": machine()}
-                write_atomic(options.results, f"{json.dumps(about, indent=1)}\n".encode())
+    for seed in SEEDS[:1] if options.quick else SEEDS:
+        found[str(seed)] = measure(options.model or str(POLICY), seed, quick=options.quick)
+        if not options.quick:
+            about = {**found, "machine": machine()}
+            write_atomic(options.results, f"{json.dumps(about, indent=1)}\n".encode())
     measurement.report(found, machine(), as_json=options.json)
 
 

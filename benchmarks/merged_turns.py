@@ -6,11 +6,8 @@ turns before it had.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,10 +30,11 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
     """Tokens trained per second in optimizer steps of both kinds, which take turns."""
     repeats = 1 if quick else 5
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
 
     from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim.grpo import RoundTrainer, grpo_config, step_dataset
+    from flywheel.training.optim.losses import made_loss
+    from flywheel.training.optim.policy_step import PolicyStep
 
     steps = 2 * (repeats + 1)
     settings = Config.model_validate(
@@ -51,27 +49,15 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
     assert len(merged) == len(rollouts)
     assert token_counts(merged) == token_counts(by_turn)
     seconds: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds.append(time.perf_counter() - self.began)
-
     model = load_policy(str(POLICY), None, settings.training.lora, seed=1)
+    tokenizer, longest = AutoTokenizer.from_pretrained(POLICY), TURNS * GENERATED
+    loss = made_loss("grpo", model, settings, tokenizer, seed=1, compute_dtype=model.dtype, longest=longest)
+    policy = PolicyStep(loss, settings, steps)
     begin()
-    # TRL prints a line for each step, and standard output is for the result.
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        RoundTrainer(
-            roll_out=lambda step: by_turn if step % 2 else merged,
-            settings=settings,
-            model=model,
-            args=grpo_config(settings, Path(folder), seed=1, compute_dtype=model.dtype, longest=TURNS * GENERATED),
-            train_dataset=step_dataset(steps),
-            processing_class=AutoTokenizer.from_pretrained(POLICY),
-            callbacks=[Clock()],
-        ).train()
+    for step in range(steps):
+        began = time.perf_counter()
+        policy.step(by_turn if step % 2 else merged)
+        seconds.append(time.perf_counter() - began)
     tokens = sum(token_counts(merged).values())
     # The first step of each kind warms up.
     fast, slow = median(seconds[2::2]), median(seconds[3::2])

@@ -15,7 +15,7 @@ process, when Ray and vLLM have ended; both of `overlap_1`. `cpu_s` is of all pr
 threads, numbers, sampling and judge, asked by the same client: answers of 8, 64 and 256 tokens, judges of 0 and
 500 ms. Its `training_s` is from the start of the first step to the end of the last.
 
-Ends of steps and parts of their time are those of `metrics.jsonl`; the first sync is seen from outside, within 10 ms.
+Ends of steps and parts of their time are those of `metrics.jsonl`, from which the first sync is known, too.
 `--table` prints the tables of the documentation from the file of figures.
 """
 
@@ -66,7 +66,6 @@ from flywheel.records.round import (
 )
 from flywheel.system.files import write_atomic
 from flywheel.training.data import rollout_file
-from flywheel.training.data.round_directory import SYNC_DIR
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.step_times import PARTS, figures_of, times_of
 
@@ -99,7 +98,7 @@ def run_round(work: Work, directory: Path) -> dict[str, Any]:
         )
         (directory / SPEC_FILE).write_text(spec.model_dump_json())
         load, began = os.getloadavg()[0], time.time()
-        first_sync, cpu_seconds, ended = _watch(directory)
+        cpu_seconds, ended = _watch(directory)
     steps = read_steps(directory)
     result = RoundResult.model_validate_json((directory / RESULT_FILE).read_bytes())
     rollouts = list(rollout_file.rollouts(directory))
@@ -116,10 +115,10 @@ def run_round(work: Work, directory: Path) -> dict[str, Any]:
     phase, part = ("evaluating", "evaluate") if work.held_out else ("training", "train")
     times = times_of(figures_of(steps))
     assert times is not None
+    first_sync = _at(steps[0]) - sum(steps[0]["seconds"].values())
     training = _at(steps[-1]) - first_sync
     return {
         "training_s": training,
-        # Its parts but the first one's: until the first sync, the time of a step is TRL's start.
         "compute_s": training - times.parts["sync"] - times.parts["grade"],
         **{f"{part}_s": times.parts[part] for part in PARTS},
         "startup_s": first_sync - began,
@@ -141,20 +140,18 @@ def _at(line: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(line["at"]).timestamp()
 
 
-def _watch(directory: Path) -> tuple[float, float, float]:
-    """Run the worker of a round. Returns when its first sync began and when it ended (seconds of the clock), and its
-    processor seconds with those of its processes."""
+def _watch(directory: Path) -> tuple[float, float]:
+    """Run the worker of a round. Returns its processor seconds with those of its processes, and when it ended
+    (seconds of the clock)."""
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
-    first_sync, seen = 0.0, 0.0
+    seen = 0.0
     spent: dict[psutil.Process, float] = {}
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         # Not by `measurement.measure`: reading all processes' memory so often takes time from a round on two cores.
         while process.poll() is None:
-            if not first_sync and (directory / SYNC_DIR).exists():
-                first_sync = time.time()
             if time.monotonic() > seen + SEEN_SECONDS:
                 spent |= processor_seconds(process.pid)
                 seen = time.monotonic()
@@ -164,10 +161,10 @@ def _watch(directory: Path) -> tuple[float, float, float]:
         if process.returncode is None:
             process.terminate()
             process.wait()
-    if process.returncode or not first_sync:
+    if process.returncode:
         log = (directory / LOG_FILE).read_text()[-3000:] if (directory / LOG_FILE).is_file() else ""
         raise SystemExit(f"{log}\nthe worker of {directory.name} ended with {process.returncode}")
-    return first_sync, sum(spent.values()), ended
+    return sum(spent.values()), ended
 
 
 def processor_seconds(pid: int) -> dict[psutil.Process, float]:

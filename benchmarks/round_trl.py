@@ -68,8 +68,6 @@ def train_with_trl(work: Work, url: str, directory: Path) -> tuple[float, float,
     import_utils.is_vllm_available = lambda *_, **__: False
     from trl import GRPOConfig, GRPOTrainer
 
-    from flywheel.training.optim.grpo import shared_arguments
-
     torch.set_num_threads(threads)
     settings = with_judge(work.settings, url)
     grader = Grader(Rubric.model_validate(RUBRIC), settings.judge)
@@ -94,10 +92,23 @@ def train_with_trl(work: Work, url: str, directory: Path) -> tuple[float, float,
     dtype, compute = trainer_dtypes(work.model, "auto")
     model = load_policy(work.model, None, settings.training.lora, SEED, dtype=dtype)
     compute_dtype = model.dtype if compute == "auto" else getattr(torch, compute)
-    shared = shared_arguments(settings, directory, seed=SEED, compute_dtype=compute_dtype)
-    passes = PROMPTS * GROUP // MICRO_BATCH
     arguments = GRPOConfig(
-        **(shared | {"save_strategy": "no", "gradient_accumulation_steps": passes}),
+        # As a round's trainer has them.
+        output_dir=str(directory),
+        seed=SEED,
+        learning_rate=settings.training.learning_rate,
+        lr_scheduler_type=settings.training.scheduler,
+        max_grad_norm=settings.training.max_grad_norm,
+        bf16=compute_dtype == torch.bfloat16,
+        fp16=compute_dtype == torch.float16,
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
         max_steps=work.steps,
         per_device_train_batch_size=MICRO_BATCH,
         num_generations=GROUP,

@@ -180,11 +180,6 @@ class SftSettings(Section):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    when: Literal["always", "spread_below"] = "always"
-    """`spread_below`: the stage is left out where GRPO has a signal already. Before it, the prompts of GRPO's first
-    steps are asked; the stage follows if less than `spread_below` of their groups have rewards that differ."""
-    spread_below: Share = 0.3
-    """That share of groups."""
     reasoning: Literal["leave-out", "empty"] = "leave-out"
     """Replies whose reasoning was not recorded, where the chat template writes reasoning: `leave-out` does not train
     on them, `empty` trains on them without reasoning, which teaches the model not to reason."""

@@ -234,7 +234,7 @@ def tasks_of(
     read = read or ReadRows()
     python = python or trainer_python(None)
     stages = config.training.stages
-    if not compares and ("grpo" in stages or config.training.sft.when != "always"):
+    if not compares and "grpo" in stages:
         why = "its rollouts get no rewards: there is no rubric"
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
     if train is None:

@@ -28,7 +28,7 @@ HEAD_BYTES: Final = 256
 CHUNK_BYTES: Final = 1 << 20
 FIGURES: Final = (
     "reward_mean", "reward_std", "loss", "grad_norm", "entropy", "kl", "logprob_gap", "completion_tokens_mean",
-    "truncated_share", "rollouts", "groups", "groups_with_spread", "groups_replaced", "missed", "undecided",
+    "truncated_share", "rollouts", "groups", "groups_with_spread", "missed", "undecided",
     "trained_tokens", "tokens_per_second", "learning_rate", "turns_mean", "overlap",
 )  # fmt: skip
 """Numbers of a step that are kept as they are; `seconds`, `busy` and `tools` are added by part."""

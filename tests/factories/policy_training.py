@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flywheel.config.file import Config
-from flywheel.config.training import LoraSettings
+from flywheel.config.training import LoraSettings, Stage
 from flywheel.training.data.samples import Sample, TrainingRow
+from flywheel.training.worker.trainers import refuse_not_finite
 from tests.factories.round import POLICY
+
+if TYPE_CHECKING:
+    from flywheel.training.optim.policy_step import PolicyStep
 
 TRAINING = {
     "steps": 1,
@@ -102,57 +106,97 @@ def rows() -> tuple[TrainingRow, ...]:
 
 
 class Trained:
-    """A run on rows: its gradients before each optimizer step, its log, and its forward passes."""
+    """Steps on rows or pairs: their gradients before each optimizer step, their figures, and their forward passes."""
 
     def __init__(
         self,
-        directory: Path,
-        given: Sequence[TrainingRow] | Callable[[int], Sequence[TrainingRow]] = (),
+        given: Sequence[Any] | Callable[[int], Sequence[Any]],
         model: Any = None,
+        *,
+        stage: Stage = "grpo",
+        settings: Config | None = None,
+        checkpoint: Mapping[str, bytes] | None = None,
+        end: int | None = None,
+        compute_dtype: Any = None,
+        gradient_checkpointing: bool | None = None,
         **training: Any,
     ) -> None:
-        from transformers import AutoTokenizer, TrainerCallback
+        """All steps, behind those of a `checkpoint`, or those before the `end`. `given` are the items of each, or
+        returns those of a step, which counts from 0."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
-
-        self.settings = made_settings(**training)
+        self.settings = settings or made_settings(**training)
         self.passes = 0
         self.steps: list[int] = []
         self.logs: list[tuple[int, dict[str, Any]]] = []
         self.gradients: list[dict[str, Any]] = []
-        observed = self
-
-        class Gradients(TrainerCallback):  # type: ignore[misc]
-            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-                observed.gradients.append(gradients(observed.model))
-
-        def roll_out(step: int) -> Sequence[TrainingRow]:
-            self.steps.append(step)
-            return given(step) if callable(given) else given
-
-        def count(*_: Any) -> None:
-            self.passes += 1
-
         self.model = model or policy()
         self.before = self.weights()
-        self.model.base_model.model.model.register_forward_pre_hook(count)
-        self.trainer = RoundTrainer(
-            roll_out=roll_out,
-            settings=self.settings,
-            model=self.model,
-            args=grpo_config(self.settings, directory, seed=1, compute_dtype=self.model.dtype, longest=LONGEST),
-            train_dataset=step_dataset(self.settings.training.steps),
-            processing_class=AutoTokenizer.from_pretrained(POLICY),
-            callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs))), Gradients()],
+        self.model.base_model.model.model.register_forward_pre_hook(self._count)
+        self.step = policy_step(
+            self.model,
+            self.settings,
+            stage,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=gradient_checkpointing,
         )
-        self.trainer.train()
+        for name, data in sorted((checkpoint or {}).items()):
+            self.step.restore(name, data)
+        hook = register_optimizer_step_pre_hook(lambda *_: self.gradients.append(gradients(self.model)))
+        try:
+            for number in range(self.step.steps, self.settings.training.steps if end is None else end):
+                self.steps.append(number)
+                figures = self.step.step(given(number) if callable(given) else given)
+                self.logs.append((number + 1, figures))
+                refuse_not_finite(number + 1, figures)
+        finally:
+            hook.remove()
+
+    def _count(self, *_: Any) -> None:
+        self.passes += 1
 
     def weights(self) -> dict[str, Any]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+        """Those that are trained."""
+        named = self.model.named_parameters()
+        return {name: p.detach().clone() for name, p in named if p.requires_grad and ".ref." not in name}
+
+    def checkpoint(self) -> dict[str, bytes]:
+        """Its files."""
+        files: dict[str, bytes] = {}
+        for name, data in self.step.checkpoint():
+            files[name] = files.get(name, b"") + data
+        return files
+
+
+def policy_step(
+    model: Any,
+    settings: Config,
+    stage: Stage = "grpo",
+    *,
+    compute_dtype: Any = None,
+    gradient_checkpointing: bool | None = None,
+) -> PolicyStep:
+    """The steps of a stage, as the trainer's actor makes them."""
+    from transformers import AutoTokenizer
+
+    from flywheel.training.optim.losses import made_loss
+    from flywheel.training.optim.policy_step import PolicyStep
+
+    loss = made_loss(
+        stage,
+        model,
+        settings,
+        AutoTokenizer.from_pretrained(POLICY),
+        seed=1,
+        compute_dtype=compute_dtype or model.dtype,
+        longest=LONGEST,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    return PolicyStep(loss, settings, settings.training.steps)
 
 
 def gradients(model: Any) -> dict[str, Any]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-4) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from flywheel.config.file import Config
-from flywheel.errors import TrainError
-from flywheel.training.data.round_directory import go_on_from
-from flywheel.training.data.samples import TrainingRow
+from flywheel.config.training import Stage
+from flywheel.training.data.samples import Item, StepSize
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.optim.trainer import Trainer
+from flywheel.training.optim.epochs import rows_of, stage_settings
+from flywheel.training.optim.trainer_actor import Trainer
+from flywheel.training.worker.trainers import Trainers
 from tests.factories import cluster
 from tests.factories.policy_training import LONGEST, TEMPERATURE, TRAINING, OutOfMemory, gradients
 from tests.factories.round import POLICY, round_spec
@@ -36,102 +36,81 @@ def two_nodes() -> Iterator[None]:
 
 
 class Observed(Trainer):
-    """A process of the trainer that remembers what it did, and trains on rows without engines."""
+    """A process of the trainer that remembers what it did."""
 
-    def load(self, parent: AdapterFiles | None) -> None:
-        """The policy in float64: in float32, matrix products of other shapes differ by more than what is compared."""
-        super().load(parent)
-        self._model.double()
+    def _loaded(self, config: Config) -> Any:
+        """The model in float64: in float32, matrix products of other shapes differ by more than what is compared."""
+        return super()._loaded(config).double()
+
+    def begin(self, *arguments: Any) -> None:
+        super().begin(*arguments)
+        self._late: Path | None = None
+        self.found: list[dict[str, Any]] = []
+        self.logs: list[Mapping[str, float]] = []
+        self._policy._optimizer.optimizer.register_step_pre_hook(lambda *_: self.found.append(gradients(self._model)))
+
+    @property
+    def _model(self) -> Any:
+        return self._policy._loss.model
 
     def where(self) -> tuple[str, int]:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    def _common(self, *arguments: Any) -> Any:
-        from transformers import TrainerCallback
+    def step(self, items: Sequence[Item], size: StepSize) -> dict[str, float]:
+        if self._late is not None:
+            self._late.touch()
+            time.sleep(600)
+        self.logs.append(super().step(items, size))
+        return dict(self.logs[-1])
 
-        observed = self
-        self.found: list[dict[str, Any]] = []
-        self.logs: list[dict[str, float]] = []
-
-        class Observing(TrainerCallback):  # type: ignore[misc]
-            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-                observed.found.append(gradients(observed._model))
-
-            def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
-                if "loss" in logs:
-                    observed.logs.append(dict(logs))
-
-        common = super()._common(*arguments)
-        return {**common, "callbacks": [Observing(), *common["callbacks"]]}
-
-    def reinforce(self, steps: Sequence[Sequence[TrainingRow]], adapter: Path, fails: str = "") -> None:
-        """Train on the rows of each step. Rank 0 fails, or goes on no more (`late: …`), where `fails` says."""
-
-        def fail(where: str) -> None:
-            if fails == where:
-                raise TrainError("learn", f"it has failed at the {where}", "")
-            if fails == f"late: {where}":
-                (self._directory / "late").touch()
-                time.sleep(600)
-
-        def roll_out(step: int) -> Sequence[TrainingRow]:
-            fail(f"rows of step {step + 1}")
-            return steps[step]
-
-        arguments = self._settings, roll_out, lambda step, _: fail(f"report of step {step}"), LONGEST, adapter
-        trainer = self._trainer(*arguments)
-        if self._ranks.is_first:
-            self._run(trainer, lambda: go_on_from(adapter.parent))
-        else:
-            self._follow(trainer)
+    def be_late(self, rank: int, mark: Path) -> None:
+        """Let the next step of this rank make a file and not go on."""
+        if self._rank == rank:
+            self._late = mark
 
     def exhaust(self, rank: int, half: str, at: int = -1, most: int | None = None) -> None:
         """Let passes of this rank run out of memory."""
-        if self._ranks.rank == rank:
+        if self._rank == rank:
             OutOfMemory(self._model, half, at=at, most=most)
 
-    def _run(self, trainer: Any, begin: Any) -> None:
-        self.trainer = trainer
-        super()._run(trainer, begin)
-
-    def observed(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    def observed(self) -> tuple[list[dict[str, Any]], list[Mapping[str, float]]]:
         return self.found, self.logs
 
     def budget(self) -> int:
-        return int(self.trainer._micro_batch_tokens)
+        return int(self._policy.max_tokens)
 
     def weights(self) -> dict[str, Any]:
-        return {
-            name: weight.detach().clone() for name, weight in self._model.named_parameters() if weight.requires_grad
-        }
+        named = self._model.named_parameters()
+        return {name: p.detach().clone() for name, p in named if p.requires_grad and ".ref." not in name}
 
 
-def settings(workers: int, **training: Any) -> dict[str, Any]:
+def settings(workers: int, **training: Any) -> Config:
     made = {
         "training": {**TRAINING, "precision": "float32", "micro_batch_tokens": 30, **training, "workers": workers},
         "rollout": {"max_completion_tokens": LONGEST, "max_model_len": 64, "temperature": TEMPERATURE},
     }
-    return Config.model_validate(made).model_dump(mode="json")
+    return Config.model_validate(made)
 
 
 class Processes:
-    """Those of a trainer, each on a node of its own, or the only one, which is this process."""
+    """Those of a trainer, each on a node or a GPU of its own, or the only one, which is this process."""
 
-    def __init__(self, directory: Path, workers: int, parent: AdapterFiles) -> None:
-        self.workers, self.parent, self._folders = workers, parent, count()
-        self.directory = directory
-        arguments = round_spec(seed=3, base_model=str(POLICY), settings=settings(workers)), str(directory), 1
+    def __init__(self, workers: int, parent: AdapterFiles, gpus: int = 0) -> None:
+        self.workers, self.parent = workers, parent
+        spec = round_spec(seed=3, base_model=str(POLICY), settings=settings(workers).model_dump(mode="json"))
         self.members: list[Any] = []
         if workers == 1:
-            self.alone = Observed(*arguments)
-            self.alone.start(parent)
+            self.alone = Observed(spec, 1)
+            self.alone.start()
             return
-        places = ray_cluster.Places(place_on_gpus(workers, 0, trainers=0), 60)
-        for rank, share in enumerate(place_on_gpus(workers, 0, trainers=0).engines):
+        placement = place_on_gpus(workers, gpus, trainers=0)
+        places = ray_cluster.Places(placement, 60)
+        for rank, share in enumerate(placement.engines):
             within = places.at(share)
-            self.members.append(ray_cluster.start(Observed, *arguments, rank, gpus=0, within=within))
+            self.members.append(ray_cluster.start(Observed, spec, 1, rank, gpus=share.share, within=within))
         meeting = ray_cluster.on_all(self.members[:1], "meet")
-        ray_cluster.on_all(self.members, "start", parent, meeting)
+        ray_cluster.on_all(self.members, "start", meeting)
+        self.trainers = Trainers(self.members)
 
     def each(self, method: str, *arguments: Any) -> list[Any]:
         """What a method returns in each."""
@@ -139,33 +118,34 @@ class Processes:
             return [getattr(self.alone, method)(*arguments)]
         return ray_cluster.wait([getattr(member, method).remote(*arguments) for member in self.members])
 
-    def prepare(self, **training: Any) -> Path:
-        """Load the policy anew. Returns where its adapter will be."""
-        self.each("use_settings", settings(self.workers, **training))
-        self.each("load", self.parent)
-        folder = self.directory / f"stage-{next(self._folders)}"
-        folder.mkdir(parents=True)
-        return folder / "adapter"
+    def begin(self, stage: Stage = "grpo", items: int = 1, checkpoint: Path | None = None, **training: Any) -> None:
+        """Begin a stage on so many items, or go on with it."""
+        own = settings(self.workers, **training)
+        own = own if stage == "grpo" else stage_settings(own, stage, items)
+        steps = own.training.steps
+        if self.workers == 1:
+            self.alone.begin(stage, own.model_dump(mode="json"), steps, LONGEST, self.parent)
+        else:
+            self.trainers.begin(stage, own, steps, LONGEST, self.parent, checkpoint)
 
-    def step(self, stage: str, items: Any, **training: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        """The gradient and the figures of the first step, which are the same in each."""
-        return self.step_on(stage, items, self.prepare(**training))
+    def train(self, items: Sequence[Any]) -> dict[str, float]:
+        """A step."""
+        return self.alone.step(items, StepSize.of(items)) if self.workers == 1 else self.trainers.step(items)
 
-    def step_on(self, stage: str, items: Any, adapter: Path) -> tuple[dict[str, Any], dict[str, float]]:
-        self.each(*{
-            "grpo": ("reinforce", [items], adapter),
-            "sft": ("imitate", items, items, adapter, 0),
-            "dpo": ("prefer", items, adapter, 0),
-        }[stage])  # fmt: skip
-        (found, logs), *others = self.each("observed")
+    def step(self, stage: Stage, items: Sequence[Any], **training: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        """The gradient and the figures of the first step of a stage, which are the same in each."""
+        self.begin(stage, len(items), **training)
+        return self.step_on(rows_of(items) if stage == "sft" else items)
+
+    def step_on(self, items: Sequence[Any]) -> tuple[dict[str, Any], dict[str, float]]:
+        figures = self.train(items)
+        (found, _), *others = self.each("observed")
         for their_gradients, their_logs in others:
             assert furthest(found[0], their_gradients[0]) == 0
-            assert [their_logs[0][name] for name in ("loss", "grad_norm")] == [
-                logs[0][name] for name in ("loss", "grad_norm")
-            ]
+            assert their_logs == [figures]
         weights, *other_weights = self.each("weights")
         assert all(furthest(weights, each) == 0 for each in other_weights)
-        return found[0], logs[0]
+        return found[0], figures
 
 
 def furthest(found: dict[str, Any], wanted: dict[str, Any]) -> float:

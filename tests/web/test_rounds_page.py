@@ -227,7 +227,7 @@ def test_a_live_round(own_state: Config, own_address: str, live_directory: Path,
 
     write_state(own_state.state_dir, to, old=RoundState.PLANNED, new=RoundState.TRAINING, why="worker started")
     expect(now).to_contain_text("Its worker is starting and has not reported yet")
-    metrics, meter = Metrics(live_directory), Meter(live_directory, steps=3, gate_rollouts=16)
+    metrics, meter = Metrics(live_directory), Meter(live_directory, steps=3)
     metrics.phase("starting")
     meter.enter("starting")
     expect(now).to_contain_text("not known yet")
@@ -243,7 +243,7 @@ def test_a_live_round(own_state: Config, own_address: str, live_directory: Path,
 
     for number in (1, 2):
         metrics.step(number, 3, step(number))
-        meter.stepped(number, 0.1 * number, collecting_seconds=1.0)
+        meter.stepped(number, 0.1 * number)
         expect(charts).to_have_attribute("data-steps", str(number))
     expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.2 ± 0.2")
     expect(now.locator("svg.progress")).to_have_attribute("aria-label", "Steps done: 2 of 3")
@@ -336,7 +336,7 @@ def test_the_list_follows_a_round(
     meter.enter("training", rollouts=64)
     expect(page.locator("#live-round")).to_contain_text("1 of 8")
     Metrics(live_directory).step(1, 8, step(1))
-    meter.stepped(1, 0.1, collecting_seconds=1.0)
+    meter.stepped(1, 0.1)
     expect(page.locator("#live-round")).to_contain_text("2 of 8")
     expect(page.locator(f"#row-{LIVE}")).to_contain_text("0.10 → 0.10")
     expect(page.get_by_label("Draw r0001")).to_be_checked()

@@ -1,7 +1,7 @@
 """Groups of a step: the advantages of their rollouts, the groups that are trained on, what misses leave out.
 
 A miss removes exactly the rollouts that called a tool differently. If a group has many, those that remain can teach
-the policy to avoid the tool, while the training reward rises: so such groups are replaced, a round in which misses
+the policy to avoid the tool, while the training reward rises: so such groups are dropped, a round in which misses
 grow ends early, and the gate scores a miss of the candidate 0.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final, Literal
-
-from flywheel.training.data.prompts import seed_of
 
 Side = Literal["candidate", "deployed"]
 
@@ -33,31 +31,6 @@ def is_complete(missed: Sequence[bool | None]) -> bool:
     known = [each for each in missed if each is not None]
     complete = known.count(False)
     return complete >= MIN_REWARDS and complete >= MIN_COMPLETE_SHARE * len(known)
-
-
-class Reserve:
-    """The prompts that take the places of dropped groups. They depend only on plan, seed, and the order of drops."""
-
-    def __init__(self, plan: Sequence[Sequence[int]], count: int, seed: int) -> None:
-        """`plan` has the numbers of the prompts of each step (`schedule`), out of `count`."""
-        self._count, self._seed = count, seed
-        self._asked = Counter(index for step in plan for index in step)
-        self._dropped: Counter[int] = Counter()
-
-    def drop(self, index: int) -> None:
-        """Count a dropped group that is not replaced."""
-        self._dropped[index] += 1
-
-    def replace(self, step: int, dropped: int, taken: Collection[int]) -> int | None:
-        """The prompt that replaces `dropped` in a step: of those that the step has not `taken`, the one that was
-        dropped least often, then the one that was asked least often. None if there is none."""
-        self.drop(dropped)
-        free = [index for index in range(self._count) if index not in taken and index != dropped]
-        if not free:
-            return None
-        found = min(free, key=lambda i: (self._dropped[i], self._asked[i], seed_of("reserve", self._seed, step, i)))
-        self._asked[found] += 1
-        return found
 
 
 def growing_misses(steps: Sequence[Sequence[float]]) -> str:

@@ -283,7 +283,6 @@ class RolloutBatch:
     Attributes:
         seconds: The duration of each part.
         most_groups: How many groups are trained on at most; None for all that have a signal.
-        replaced: Number of groups that replace others, which were dropped for their misses. They are the last.
         generated_at: When (`time.monotonic`) the engines were done with them; None for stored ones.
         lost: Number of rollouts that were begun again because their engine was lost.
     """
@@ -291,7 +290,6 @@ class RolloutBatch:
     rollouts: tuple[Rollout, ...]
     seconds: dict[str, float] = field(default_factory=dict)
     most_groups: int | None = None
-    replaced: int = 0
     generated_at: float | None = None
     lost: int = 0
 
@@ -430,7 +428,6 @@ class RolloutBatch:
             "groups": self.groups,
             "groups_with_spread": self.groups_with_spread,
             "groups_dropped": {why: dropped[why] for why in get_args(Drop)},
-            "groups_replaced": self.replaced,
             "rollouts": len(self.rollouts),
             "rollouts_lost": self.lost,
             "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),

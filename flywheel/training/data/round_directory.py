@@ -7,7 +7,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,6 @@ from flywheel.records.round import (
     ANSWERS_FILE,
     ERROR_FILE,
     EVALUATION_FILE,
-    LOG_FILE,
     METRICS_FILE,
     OLD_ROLLOUTS_FILE,
     RESULT_FILE,
@@ -33,7 +31,6 @@ from flywheel.records.round import (
     RoundSpec,
 )
 from flywheel.system.files import file_sha256, json_line, tree_sha256, write_atomic, write_json
-from flywheel.system.lock import WORKER_LOCK
 from flywheel.system.python_files import code_files
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.graded_rollouts import PARTIAL_FILE
@@ -41,9 +38,9 @@ from flywheel.training.data.round_progress import PROGRESS_FILE, read_steps
 from flywheel.training.data.stages import STAGES_DIR, TRAINED_FILE
 
 SYNC_DIR = "sync"
-"""Adapters of single steps, until they are sent to the engines."""
+"""Adapters of single steps, which earlier versions left."""
 CHECKPOINTS_DIR = "checkpoints"
-"""In the folder of a stage: the checkpoints of transformers' trainer."""
+"""In the folder of a stage."""
 VERSION: Final = "version"
 FORMAT: Final = "format of the files"
 FORMAT_NUMBER: Final = 2
@@ -72,8 +69,6 @@ KEPT = (
     OLD_ROLLOUTS_FILE, "rollouts.index.jsonl", IDENTITY_FILE,
 )  # fmt: skip
 """What a worker that is started again goes on with; of an earlier format, what it removes."""
-NOT_MIRRORED: Final = frozenset({LOG_FILE, WORKER_LOCK, SYNC_DIR, ADAPTER_DIR})
-"""What only the worker uses, or only the trainer. See `mirrored_folder`."""
 NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
     "judge": frozenset(
         {"budget", "prices", "max_thread", "timeout_seconds", "max_attempts", "response_format", "omit"}
@@ -207,39 +202,9 @@ def _code_of(rollout: Mapping[str, Any]) -> set[Path]:
     return code_files(filter(None, functions), agent.get("command") or (), Path(agent.get("folder", "")))
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint of transformers' trainer, after so many updates."""
-
-    path: Path
-    updates: int
-
-
-def go_on_from(folder: Path, most_updates: int | None = None) -> Checkpoint | None:
-    """The last checkpoint of a stage that was written whole, or of those with at most so many updates. The others
-    behind it are removed: they will be written again, and one that is half written must not look whole."""
-    checkpoint = last_checkpoint(folder, most_updates)
-    for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
-        updates = path.name.rpartition("-")[2]
-        if checkpoint is None or not updates.isdigit() or int(updates) > checkpoint.updates:
-            shutil.rmtree(path)
-    return checkpoint
-
-
-def last_checkpoint(folder: Path, most_updates: int | None = None) -> Checkpoint | None:
-    """The last checkpoint of a stage that was written whole, or of those with at most so many updates."""
-    found = []
-    for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
-        # It is written last.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            found.append(Checkpoint(path, int(json.loads((path / "trainer_state.json").read_bytes())["global_step"])))
-    early = [each for each in found if most_updates is None or each.updates <= most_updates]
-    return max(early, key=lambda each: each.updates, default=None)
-
-
 def clear(directory: Path, *, is_over: bool) -> None:
-    """Remove files that only a running worker needs: two step adapters matter on a full disk. Once the round is over,
-    also what a further worker would go on with."""
+    """Remove files that only a running worker needs. Once the round is over, also what a further worker would go on
+    with."""
     _remove(directory, (SYNC_DIR, f".{ADAPTER_DIR}.new"))
     if is_over:
         _remove(directory, (PARTIAL_FILE, REWARD_FILE, IDENTITY_FILE))

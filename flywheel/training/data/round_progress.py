@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,19 +24,13 @@ from flywheel.system.terminal import duration
 
 WRITE_SECONDS: Final = 1.0
 """Minimum interval between replacements of the file while only rollouts are counted."""
-RECENT_STEPS: Final = 8
-"""Number of recent steps for the estimate of the remaining time; the first steps take longer than the others."""
 
 
 class Meter:
     """Thread-safe: one thread counts rollouts, others report pauses."""
 
-    def __init__(
-        self, directory: Path, *, steps: int, gate_rollouts: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`gate_rollouts` follow after the last step."""
+    def __init__(self, directory: Path, *, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = directory / PROGRESS_FILE
-        self._gate_rollouts = gate_rollouts
         self._clock = clock
         self._lock = threading.Lock()
         self._now = RoundProgress(phase="starting", steps=steps)
@@ -45,14 +39,15 @@ class Meter:
         self._tokens = 0
         self._planned = 0
         self._pause_began: float | None = None
-        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._rollout_seconds: float | None = None
+        self._step_seconds: list[float] = []
 
     def enter(self, phase: Phase, rollouts: int = 0, **known: Any) -> None:
         """Start a phase. `rollouts` is the number per step, or of the whole phase; `known` is the state before."""
         with self._lock:
-            self._began, self._planned = self._clock(), rollouts
-            self._set(phase=phase, rollouts=0, rollouts_planned=rollouts, **known)
+            self._began, self._planned, self._step_seconds = self._clock(), rollouts, []
+            before = {"steps": self._now.steps, "paused": self._now.paused, **known}
+            self._now = RoundProgress(phase=phase, rollouts_planned=rollouts, **before)
+            self._set()
 
     def begin(self, rollouts: int = 0) -> None:
         """A batch of rollouts was requested from the engines, perhaps more than were planned."""
@@ -76,16 +71,14 @@ class Meter:
         with self._lock:
             self._set()
 
-    def stepped(self, step: int, reward: float | None, *, collecting_seconds: float) -> None:
-        """A step is complete; `seconds` is the time for its rollouts. `step` counts from 1."""
+    def stepped(self, step: int, reward: float | None) -> None:
+        """A step is complete. `step` counts from 1."""
         with self._lock:
             now = self._clock()
             self._step_seconds.append(now - self._began)
             self._began = now
-            self._rollout_seconds = collecting_seconds / max(1, self._now.rollouts_planned)
             first = self._now.reward_first if step > 1 else reward
-            planned = self._planned
-            self._set(step=step, rollouts=0, rollouts_planned=planned, reward_first=first, reward=reward)
+            self._set(step=step, rollouts=0, rollouts_planned=self._planned, reward_first=first, reward=reward)
 
     def pause(self, why: str) -> None:
         """The round is paused for this reason; "" when it resumes."""
@@ -114,11 +107,10 @@ class Meter:
         progress, gone = self._now, self._clock() - self._began
         if progress.phase == "evaluating" and progress.rollouts:
             return round((progress.rollouts_planned - progress.rollouts) * gone / progress.rollouts, 1)
-        if progress.phase != "training" or not self._step_seconds or self._rollout_seconds is None:
+        if progress.phase != "training" or not self._step_seconds:
             return None
-        step = sum(self._step_seconds) / len(self._step_seconds)
-        steps = max(0.0, (progress.steps - progress.step) * step - gone)
-        return round(steps + self._gate_rollouts * self._rollout_seconds, 1)
+        left = (progress.steps - progress.step) * statistics.fmean(self._step_seconds) - gone
+        return round(max(0.0, left), 1)
 
 
 PROGRESS_FILE: Final = "progress.json"
@@ -176,13 +168,13 @@ def progress_of(round_dir: Path) -> RoundProgress | None:
 
 
 UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate")
-"""TRL's figures of an update that `metrics.jsonl` has."""
+"""Figures of an update that `metrics.jsonl` has."""
 TOKEN_MEANS: Final = ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl")
 """Means over an update's trained tokens that `metrics.jsonl` has; `kl` only with `training.beta`."""
 
 
 class Metrics:
-    """The metrics file of one round. Its processes write in turn, never at the same time."""
+    """The metrics file of one round."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE

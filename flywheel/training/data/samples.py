@@ -221,6 +221,21 @@ def token_weights(
 Item = TypeVar("Item", TrainingRow, "Pair")
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Of all items of a step, in whichever process they are: their number (rollouts or pairs) and the trained tokens
+    of rollouts."""
+
+    items: int
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, items: Sequence[TrainingRow] | Sequence[Pair]) -> StepSize:
+        rows = [item for item in items if isinstance(item, TrainingRow)]
+        counts = token_counts(rows)
+        return cls(len(counts), sum(counts.values())) if rows else cls(len(items))
+
+
 def micro_batches(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
     """Rows or pairs, longest first, in batches of at most `max_tokens` with padding. A longer one has its own
     batch."""

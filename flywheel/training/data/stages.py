@@ -1,21 +1,99 @@
-"""The stages of a round: which tasks each trains on, and where its adapter is kept until the round ends."""
+"""The stages of a round: which tasks each trains on, and what they ended with.
+
+A stage has ended when `trained.json` is in its folder. A worker that is started again goes on with the first stage
+without it.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from flywheel.config.training import Stage
-from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundTask
-from flywheel.system.files import tree_sha256
+from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundTask, StageResult
+from flywheel.system.files import tree_sha256, write_atomic
+from flywheel.training.data.rollout import RolloutBatch, add_usage
+
+log = logging.getLogger("flywheel.training.worker")
 
 STAGES_DIR: Final = "stages"
 TRAINED_FILE: Final = "trained.json"
 """In the folder of a stage that has ended: what it and those before it ended with."""
+
+
+@dataclass(slots=True)
+class Training:
+    """What the stages of a round ended with so far, from which its result is made. `adapter` is that of the last one
+    that trained; with `refusal` none has."""
+
+    adapter: AdapterRef | None
+    refusal: str = ""
+    stages: list[StageResult] = field(default_factory=list)
+    steps: int = 0
+    rollout_steps: int = 0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    system_prompts: Counter[str] = field(default_factory=Counter)
+    with_gradient: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """These three are as in `RoundResult`: by the stages, which have rendered the replies."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    partly: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no adapter, or why the stage that can end early, GRPO, did so."""
+        return self.refusal or "".join(each.reason for each in self.stages if each.outcome == "trained")
+
+    def count(self, batch: RolloutBatch) -> None:
+        """Count what the rollouts of a step took."""
+        self.usage = add_usage(self.usage, batch.usage())
+        self.system_prompts.update(batch.system_prompts)
+
+    def rolled_out(self, steps: int, first: float | None, last: float | None) -> None:
+        """A stage has had rollouts for so many steps, with these mean rewards."""
+        self.steps += steps
+        self.rollout_steps, self.reward_first, self.reward_last = steps, first, last
+
+    def end_stage(self, stage: Stage, tasks: int, steps: int, reason: str, adapter: AdapterRef | None) -> None:
+        """A stage on so many tasks has ended after so many steps, with an adapter or without."""
+        outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
+        if reason:
+            log.warning("stage %s %s: %s", stage, "is skipped" if adapter is None else "ended early", reason)
+        self.stages.append(StageResult(stage=stage, outcome=outcome, reason=reason, steps=steps, tasks=tasks))
+        self.adapter = adapter or self.adapter
+
+
+_TRAINING: Final = TypeAdapter(Training)
+
+
+def write_ended(folder: Path, training: Training) -> None:
+    """Note in its folder that a stage has ended, and what it and those before it ended with."""
+    write_atomic(folder / TRAINED_FILE, _TRAINING.dump_json(training))
+
+
+def ended_stages(parent: AdapterRef | None, stages: Sequence[Stage], directory: Path) -> Training:
+    """What the first stages ended with, as far as they have ended before."""
+    ended = Training(parent)
+    for number, stage in enumerate(stages, 1):
+        try:
+            folder = stage_adapter(directory, number, stage).parent
+            found = _TRAINING.validate_json((folder / TRAINED_FILE).read_bytes())
+        except (OSError, ValidationError):
+            break
+        if found.adapter is not None and tree_sha256(Path(found.adapter.path)) != found.adapter.sha256:
+            break
+        ended = found
+    return ended
 
 
 def stage_adapter(directory: Path, number: int, stage: Stage) -> Path:

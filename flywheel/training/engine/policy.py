@@ -170,19 +170,30 @@ def load_policy(
     """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect. The base
     model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision.
     Raises TrainError where a `quantization` or the layers of `lora` are not possible."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from transformers import AutoModelForCausalLM, set_seed
+    model = load_base(base, dtype=dtype or base_dtype(base), quantization=quantization)
+    return with_adapter(model, base, None if parent is None else Path(parent.path), lora, seed)
 
-    set_seed(seed)
-    dtype = dtype or base_dtype(base)
+
+def load_base(base: str, *, dtype: str, quantization: Quantization | None) -> Any:
+    """The base model. Raises TrainError where a `quantization` is not possible."""
+    from transformers import AutoModelForCausalLM
+
     options: dict[str, Any] = {}
     if quantization is not None:
         check_quantization(quantization)
         options["quantization_config"] = quantization_config(quantization, dtype)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
+
+
+def with_adapter(model: Any, base: str, parent: Path | None, lora: LoraSettings, seed: int) -> Any:
+    """A PeftModel of the base model `base`: see `load_policy`."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import set_seed
+
+    set_seed(seed)
     if parent is not None:
-        return PeftModel.from_pretrained(model, parent.path, is_trainable=True)
+        return PeftModel.from_pretrained(model, str(parent), is_trainable=True)
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

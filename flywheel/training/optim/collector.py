@@ -134,16 +134,25 @@ class Collector:
         requests: Sequence[RolloutRequest],
         *,
         most_open: int | None = None,
-        order: int = 0,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
-        on_generated: Callable[[], None] = lambda: None,
     ) -> RolloutBatch:
         """One rollout per request, in the same order. At most `most_open` requests are with engines at a time;
-        `on_rollout` gets each rollout when it is graded, in threads of the collector, too. Of calls that run at the
-        same time in several threads, that with the smallest `order` is graded first.
+        `on_rollout` gets each rollout when it is graded, in threads of the collector, too.
 
         Raises TrainError when the last engine is lost, and the judge's own error when it can never answer (a wrong
         key, for example)."""
+        return self.generate(requests, most_open=most_open, on_rollout=on_rollout)()
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        most_open: int | None = None,
+        order: int = 0,
+        on_rollout: Callable[[Rollout], None] = lambda _: None,
+    ) -> Callable[[], RolloutBatch]:
+        """Let engines generate the rollouts. Returns what waits until they are graded. Of several calls, the rollouts
+        of that with the smallest `order` are graded first."""
         started = time.monotonic()
         timeout = self._timeout * math.ceil(len(requests) / (most_open or max(1, len(requests))))
         if self._meter is not None:
@@ -175,12 +184,15 @@ class Collector:
                     log.warning("%d rollouts had no completion within %g s", len(cut), timeout)
                 break
         generated = time.monotonic()
-        on_generated()
         if self._meter is not None:
             self._meter.generated()
-        made = _with_grades(rollouts, grades, partial(self._check, engines))
-        seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
-        return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
+
+        def batch() -> RolloutBatch:
+            made = _with_grades(rollouts, grades, check_stopped)
+            seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
+            return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
+
+        return batch
 
     def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
         """The batch with its undecided rollouts graded once more, in threads of the collector, as `collect` does."""
@@ -213,7 +225,7 @@ class Collector:
         return self._threads.busy_seconds
 
     def close(self) -> None:
-        """Let calls of `collect` in other threads end with an error."""
+        """Let calls of `generate` in other threads end with an error."""
         self._is_closed = True
 
     def _check(self, engines: _Dispatch) -> None:

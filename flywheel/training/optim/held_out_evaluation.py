@@ -16,7 +16,7 @@ from flywheel.records.round import RoundSpec, Suite
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
-from flywheel.training.data.rollout_file import append_answer
+from flywheel.training.data.rollout_file import append_answer, write_answers
 from flywheel.training.gate.tripwires import measures
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.rollout_grading import rubric_of
@@ -69,6 +69,22 @@ def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int, suite:
         " others leave no room for a completion, are refused by the chat template, or are the same again",
         f"{more}, raise serving.max_model_len, or lower gate.min_tasks. The log names them.",
     )
+
+
+def answer_alone(
+    prompts: Sequence[Prompt],
+    adapter: LoadedAdapter | None,
+    spec: RoundSpec,
+    settings: Config,
+    collector: Collector,
+    directory: Path,
+) -> dict[str, int]:
+    """Let one adapter, or the base model, answer, and write the answers to the round's directory. Returns the
+    usage."""
+    asked = requests(prompts, (adapter,), spec, settings, settings.gate.samples_for(len(prompts)))
+    batch = collector.collect(asked, most_open=most_open(settings))
+    write_answers(directory, batch.rollouts)
+    return batch.usage()
 
 
 def answer(

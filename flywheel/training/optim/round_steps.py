@@ -1,14 +1,14 @@
-"""The rollouts of a round, step by step: which prompts each step asks, which replace groups with many misses.
+"""The rollouts of a round, step by step: which prompts each step asks, and what ends a round.
 
 A round whose tasks give nothing to learn is refused. A debug round has the same steps and trains nothing.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +18,9 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import StoredSteps, restored_batch
-from flywheel.training.data.groups import MIN_RANGE, Reserve, growing_misses
+from flywheel.training.data.groups import MIN_RANGE, growing_misses
 from flywheel.training.data.prompts import Prompt, schedule, seed_of
-from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, RolloutRequest, add_usage
+from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, RolloutRequest
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.optim.collector import Collector
 
@@ -127,66 +127,23 @@ def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequenc
         raise RoundRefusedError(reason)
 
 
-@dataclass(frozen=True, slots=True)
-class DebugRun:
-    steps: int
-    reward_first: float | None
-    reward_last: float | None
-    summary: str
-    usage: dict[str, int]
-    system_prompts: Mapping[str, int]
-
-
-def roll_out_only(
-    spec: RoundSpec,
-    settings: Config,
-    directory: Path,
-    prompts: Sequence[Prompt],
-    collector: Collector,
-    adapter: LoadedAdapter | None,
-    meter: Meter,
-) -> DebugRun:
-    """The first steps of a round, as many as it needs to see whether anything can be learned."""
-    steps = min(FIRST_LOOK, settings.training.steps)
-    batches = list(roll_out(spec, settings, directory, prompts, collector, adapter, meter, steps=steps))
-    means = [batch.summary()["reward_mean"] for batch in batches]
-    usage: dict[str, int] = {}
-    system_prompts: Counter[str] = Counter()
-    for batch in batches:
-        usage = add_usage(usage, batch.usage())
-        system_prompts += batch.system_prompts
-    return DebugRun(len(batches), means[0], means[-1], _summary(batches, settings.rollout), usage, system_prompts)
-
-
 def roll_out(
-    spec: RoundSpec,
-    settings: Config,
-    directory: Path,
-    prompts: Sequence[Prompt],
-    collector: Collector,
-    adapter: LoadedAdapter | None,
-    meter: Meter,
-    *,
-    steps: int,
-    before: int = 0,
-    **figures: str,
+    steps: RoundSteps, adapter: LoadedAdapter | None, meter: Meter, *, count: int, **figures: str
 ) -> Iterator[RolloutBatch]:
-    """The rollouts of the first `steps` of `training.steps`, between which nothing is trained. Rollouts, metrics and
-    progress are written as those of steps behind `before`; `figures` are in each line of the metrics."""
-    training = settings.training
-    round_steps = RoundSteps(spec, settings, prompts, collector, StoredSteps(directory, before))
-    metrics = Metrics(directory)
-    meter.enter("training", round_steps.asked * training.group_size, steps=before + steps)
-    for step in range(steps):
-        batch = round_steps.collect(step, adapter)
+    """The rollouts of the first `count` steps, between which nothing is trained, with their lines of metrics, in each
+    of which are the `figures`."""
+    metrics, before = Metrics(steps.directory), steps.before
+    meter.enter("training", steps.count, steps=before + count)
+    for step in range(count):
+        batch = steps.graded(step, steps.generate(step, adapter))
         number, summary = before + step + 1, batch.summary()
-        meter.stepped(number, summary["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
-        of_step = {"temperature": settings.rollout.temperature, "seconds": batch.seconds, **figures}
-        metrics.step(number, before + steps, {**summary, **of_step})
+        meter.stepped(number, summary["reward_mean"])
+        of_step = {"temperature": steps.settings.rollout.temperature, "seconds": batch.seconds, **figures}
+        metrics.step(number, before + count, {**summary, **of_step})
         yield batch
 
 
-def _summary(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
+def found_to_learn(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
     """How many groups a round would train on, and what happened to the others."""
 
     def total(figure: Callable[[RolloutBatch], int]) -> int:
@@ -208,92 +165,55 @@ def _summary(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
 
 
 class RoundSteps:
-    """Collects the rollouts of each step. Its prompts depend on the seed and on which groups were dropped."""
+    """The rollouts of each step, which counts from 0. Its prompts depend on the seed alone."""
 
     def __init__(
         self,
         spec: RoundSpec,
         settings: Config,
+        directory: Path,
         prompts: Sequence[Prompt],
         collector: Collector,
-        stored: StoredSteps | None = None,
+        before: int = 0,
     ) -> None:
-        """Steps that are `stored` are read, and others are stored there when they are complete."""
-        self._spec, self._settings, self._prompts, self._collector = spec, settings, prompts, collector
-        self._stored = stored
-        self._changed = threading.Condition()
-        self._next, self._has_failed = 0, False
+        """Steps that are stored are read, and others are stored when they are complete. Earlier stages took so many
+        steps `before`."""
+        self.settings, self.directory, self.before = settings, directory, before
+        self.stored = StoredSteps(directory, before)
+        self._spec, self._prompts, self._collector = spec, prompts, collector
         training = settings.training
-        self.asked = settings.rollout.prompts_asked(training.prompts_per_step)
-        """Number of prompts that are planned for a step."""
-        self._plan = schedule(len(prompts), per_step=self.asked, steps=training.steps, seed=spec.seed)
-        self._reserve = Reserve(self._plan, len(prompts), spec.seed)
+        self._asked = settings.rollout.prompts_asked(training.prompts_per_step)
+        self._plan = schedule(len(prompts), per_step=self._asked, steps=training.steps, seed=spec.seed)
 
-    def is_stored(self, step: int) -> bool:
-        """Whether an earlier worker has collected the step."""
-        return self._stored is not None and step in self._stored
+    @property
+    def count(self) -> int:
+        """Number of rollouts of a step."""
+        return self._asked * self.settings.training.group_size
 
-    def collect(
-        self, step: int, adapter: LoadedAdapter | None, *, on_generated: Callable[[], None] = lambda: None
-    ) -> RolloutBatch:
-        """The rollouts of a step, counted from 0. `on_generated` is called when engines have generated those of the
-        planned prompts. A step may be collected in another thread while the one before is not complete.
+    def generate(self, step: int, adapter: LoadedAdapter | None) -> Callable[[], RolloutBatch]:
+        """Let engines generate the rollouts of a step. Returns what waits until they are graded."""
+        requests = self._requests(step, adapter)
+        if step in self.stored:
+            return partial(restored_batch, self.stored.lines(step), requests, self._collector.weights)
+        return self._collector.generate(requests, order=step)
 
-        Groups that are dropped for their misses are replaced by prompts of the reserve, unless enough others are
-        left. Replacements are not replaced again. Raises TrainError and the judge's errors.
-        """
-        try:
-            planned = self._collect(self._plan[step], step, 0, adapter, on_generated)
-            with self._changed:
-                # Which prompts replace others depends on all steps before.
-                self._changed.wait_for(lambda: self._next >= step or self._has_failed)
-                if self._has_failed:
-                    raise RuntimeError(f"a step before step {step + 1} failed")
-            batch = self._with_replacements(step, planned, adapter)
-            self._store(step, batch)
-        except BaseException:
-            with self._changed:
-                self._has_failed = True
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._next = step + 1
-            self._changed.notify_all()
+    def graded(self, step: int, generated: Callable[[], RolloutBatch]) -> RolloutBatch:
+        """The graded rollouts of a step, which are stored from now on. Raises TrainError and the judge's errors."""
+        batch = replace(generated(), most_groups=self.settings.training.prompts_per_step)
+        if step not in self.stored:
+            is_usable = self._is_usable(batch)
+            self.stored.append(step, batch, self.settings.training.scale_rewards, is_usable=is_usable)
+            if is_usable:
+                self._collector.forget(batch)
         return batch
 
-    def _with_replacements(self, step: int, batch: RolloutBatch, adapter: LoadedAdapter | None) -> RolloutBatch:
-        planned, most = self._plan[step], self._settings.training.prompts_per_step
-        batch = replace(batch, most_groups=most)
-        missing = [planned[group] for group, why in batch.dropped.items() if why == "misses"]
-        taken = list(planned)
-        for index in missing:
-            if batch.groups_with_spread >= most:
-                self._reserve.drop(index)
-            elif (found := self._reserve.replace(step, index, taken)) is not None:
-                taken.append(found)
-        if len(taken) == len(planned):
-            return batch
-        replacements = taken[len(planned) :]
-        more = self._collect(replacements, step, len(planned), adapter)
-        for group, why in more.dropped.items():
-            if why == "misses":
-                self._reserve.drop(taken[group])
-        seconds = {part: batch.seconds.get(part, 0.0) + further for part, further in more.seconds.items()}
-        rollouts = (*batch.rollouts, *more.rollouts)
-        lost = batch.lost + more.lost
-        return RolloutBatch(rollouts, seconds, most, len(replacements), more.generated_at, lost)
-
-    def _store(self, step: int, batch: RolloutBatch) -> None:
-        if self._stored is None or step in self._stored:
-            return
-        is_usable = self._is_usable(batch)
-        self._stored.append(step, batch, self._settings.training.scale_rewards, is_usable=is_usable)
-        if is_usable:
-            self._collector.forget(batch)
+    def _requests(self, step: int, adapter: LoadedAdapter | None) -> list[RolloutRequest]:
+        prompts = [self._prompts[index] for index in self._plan[step]]
+        return step_requests(prompts, step, self._spec, self.settings, adapter)
 
     def _is_usable(self, batch: RolloutBatch) -> bool:
         """Whether a further worker may go on with it. A step that fails for its undecided rewards is judged again."""
-        limit = self._settings.training.max_undecided_share
+        limit = self.settings.training.max_undecided_share
         try:
             batch.refuse_failed(limit)
             batch.refuse_undecided(limit)
@@ -301,42 +221,21 @@ class RoundSteps:
             return False
         return bool(batch.rewards) or not batch.undecided
 
-    def miss_shares(self, batch: RolloutBatch, *, of_calling: bool = False) -> list[float]:
-        """The share of rollouts, or of those that called a tool, that ended by a miss, in each planned group that has
-        any. The reserve prefers prompts with few misses, so replacements say nothing of how the share develops."""
-        of_group: dict[int, list[bool]] = {}
-        for rollout in batch.rollouts:
-            is_asked = rollout.request.group < self.asked and rollout.request.prompt.task.agent == "recorded"
-            if is_asked and rollout.missed is not None and (rollout.completion.has_called or not of_calling):
-                of_group.setdefault(rollout.request.group, []).append(rollout.missed)
-        return [sum(missed) / len(missed) for missed in of_group.values()]
 
-    def _collect(
-        self,
-        indices: Sequence[int],
-        step: int,
-        first: int,
-        adapter: LoadedAdapter | None,
-        on_generated: Callable[[], None] = lambda: None,
-    ) -> RolloutBatch:
-        prompts = [self._prompts[index] for index in indices]
-        requests = step_requests(prompts, step, self._spec, self._settings, adapter, first=first)
-        if self._stored is not None and step in self._stored:
-            return restored_batch(self._stored.lines(step), requests, self._collector.weights)
-        return self._collector.collect(requests, order=step, on_generated=on_generated)
+def miss_shares(batch: RolloutBatch, *, of_calling: bool = False) -> list[float]:
+    """The share of rollouts, or of those that called a tool, that ended by a miss, in each group that has any."""
+    of_group: dict[int, list[bool]] = {}
+    for rollout in batch.rollouts:
+        is_recorded = rollout.request.prompt.task.agent == "recorded"
+        if is_recorded and rollout.missed is not None and (rollout.completion.has_called or not of_calling):
+            of_group.setdefault(rollout.request.group, []).append(rollout.missed)
+    return [sum(missed) / len(missed) for missed in of_group.values()]
 
 
 def step_requests(
-    prompts: Sequence[Prompt],
-    step: int,
-    spec: RoundSpec,
-    settings: Config,
-    adapter: LoadedAdapter | None,
-    *,
-    first: int = 0,
+    prompts: Sequence[Prompt], step: int, spec: RoundSpec, settings: Config, adapter: LoadedAdapter | None
 ) -> list[RolloutRequest]:
-    """The requests of one step, group by group; `first` is the number of the first group. Each has its own seed,
-    reproducible for the round."""
+    """The requests of one step, group by group. Each has its own seed, reproducible for the round."""
     return [
         RolloutRequest(
             prompt=prompt,
@@ -347,6 +246,6 @@ def step_requests(
             adapter=adapter,
             max_turn_tokens=settings.rollout.max_turn_tokens,
         )
-        for group, prompt in enumerate(prompts, first)
+        for group, prompt in enumerate(prompts)
         for sample in range(settings.training.group_size)
     ]

@@ -15,6 +15,7 @@ stopped.
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import errno
 import logging
@@ -44,7 +45,7 @@ from flywheel.training.engine.policy import (
     other_form,
 )
 from flywheel.training.optim.rollout_grading import build_grade
-from flywheel.training.worker.training_round import MakeGrade, Round
+from flywheel.training.worker.round import MakeGrade, Round
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -70,7 +71,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         )
     # Before anything is started: errors in the rubric or the judge's settings appear here.
     whole = Round(spec, directory, settings, make_grade)
-    check_frozen(whole.frozen)
+    check_frozen(whole.agent.frozen)
     whole.metrics.phase("starting")
     whole.meter.enter("starting")
     with ray_cluster.session(settings):
@@ -79,11 +80,12 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         try:
             result = whole.run()
             with contextlib.suppress(TrainError):  # all engines may be lost by now
-                whole.note_models()
+                whole.agent.note_models()
         finally:
             if not isinstance(sys.exception(), Stopped):
                 ray_cluster.stop(whole.started)
-    total = round(time.monotonic() - started, 3)
+    # Here, `round` is a module of this package.
+    total = builtins.round(time.monotonic() - started, 3)
     return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.training.data.prompts import Prompt
@@ -85,10 +85,17 @@ def batch(*groups: Sequence[float | None]) -> RolloutBatch:
 
 
 class StandIn:
-    """Takes the place of a `Collector`, of which a subclass has `collect`."""
+    """Takes the place of engines and judge: `rollouts` of a subclass are those of some requests of a step."""
 
     weights = RewardWeights()
     judge_seconds = 0.0
+
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
+        raise NotImplementedError
+
+    def generate(self, requests: Sequence[RolloutRequest], *, order: int) -> Callable[[], RolloutBatch]:
+        batch = self.rollouts(requests, order)
+        return lambda: batch
 
     def forget(self, step: RolloutBatch) -> None:
         """Nothing of a step is kept."""

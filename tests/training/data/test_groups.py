@@ -103,8 +103,8 @@ def test_a_judge_that_fails_is_seen_beside_misses() -> None:
 def test_the_metrics_have_the_figures_of_tools_of_rollouts_that_can_call_them() -> None:
     assert "tools" not in joined(group(0, 0, 1, 0, 1)).summary()
     of = recorded()
-    mixed = RolloutBatch((*group(0, 0, 1, 0, 1), *(missed(1, of=of) for _ in range(4))), replaced=1)
+    mixed = RolloutBatch((*group(0, 0, 1, 0, 1), *(missed(1, of=of) for _ in range(4))))
     figures = mixed.summary()
     assert figures["tools"]["miss_share"] == figures["tools"]["call_share"] == 1.0
     assert figures["tools"]["hit_rate_by_tool"] == {"add": 0.0}
-    assert (figures["groups_replaced"], figures["forks"], figures["turns_mean"]) == (1, 0, 1.0)
+    assert (figures["forks"], figures["turns_mean"]) == (0, 1.0)

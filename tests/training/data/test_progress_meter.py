@@ -35,7 +35,7 @@ def step(meter: Meter, clock: Clock, number: int, reward: float, *, rollouts: in
         clock.now += 8 / rollouts
         meter.completed(40)
     clock.now += 2
-    meter.stepped(number, reward, collecting_seconds=8)
+    meter.stepped(number, reward)
 
 
 def test_steps_rollouts_reward_and_rate_are_told_while_they_happen(tmp_path: Path, clock: Clock) -> None:
@@ -54,27 +54,29 @@ def test_steps_rollouts_reward_and_rate_are_told_while_they_happen(tmp_path: Pat
     assert read(tmp_path).tokens_per_second == 20.0
 
 
-def test_the_time_left_is_that_of_the_steps_and_of_the_comparison(tmp_path: Path, clock: Clock) -> None:
-    meter = Meter(tmp_path, steps=5, gate_rollouts=10, clock=clock)
+def test_the_time_left_is_that_of_the_phase(tmp_path: Path, clock: Clock) -> None:
+    meter = Meter(tmp_path, steps=5, clock=clock)
     meter.enter("training", 4)
     assert read(tmp_path).seconds_left is None
     step(meter, clock, 1, 0.25)
-    # Four steps of 10 s; ten rollouts of 2 s.
-    assert read(tmp_path).seconds_left == 4 * 10 + 10 * 2
+    # Four steps of 10 s.
+    assert read(tmp_path).seconds_left == 4 * 10
     meter.begin()
     clock.now += 4
     meter.completed(40)
-    assert read(tmp_path).seconds_left == 4 * 10 + 10 * 2 - 4
-    compared = Meter(tmp_path, steps=5, clock=clock)
-    compared.enter("evaluating", 10, step=5, reward=0.5)
-    compared.begin()
+    assert read(tmp_path).seconds_left == 4 * 10 - 4
+    meter.enter("evaluating", 10, step=5, reward=0.5)
+    meter.begin()
     for _ in range(4):
         clock.now += 3
-        compared.completed(40)
-    assert (read(tmp_path).step, read(tmp_path).reward, read(tmp_path).seconds_left) == (5, 0.5, 6 * 3)
+        meter.completed(40)
+    now = read(tmp_path)
+    assert (now.step, now.steps, now.reward_first, now.reward, now.seconds_left) == (5, 5, None, 0.5, 6 * 3)
+    meter.enter("training", 4, steps=9, step=5)
+    assert (read(tmp_path).seconds_left, read(tmp_path).reward) == (None, None), "nothing is known of other steps"
 
 
-def test_rollouts_that_replace_others_are_planned_for_their_step_alone(tmp_path: Path, clock: Clock) -> None:
+def test_more_rollouts_than_planned_are_those_of_their_step_alone(tmp_path: Path, clock: Clock) -> None:
     meter = Meter(tmp_path, steps=3, clock=clock)
     meter.enter("training", 2)
     for rollouts in (2, 1):
@@ -83,7 +85,7 @@ def test_rollouts_that_replace_others_are_planned_for_their_step_alone(tmp_path:
             clock.now += 2
             meter.completed(40)
     assert (read(tmp_path).rollouts, read(tmp_path).rollouts_planned) == (3, 3)
-    meter.stepped(1, 0.5, collecting_seconds=6)
+    meter.stepped(1, 0.5)
     assert (read(tmp_path).rollouts, read(tmp_path).rollouts_planned) == (0, 2)
 
 

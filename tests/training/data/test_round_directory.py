@@ -22,9 +22,7 @@ from flywheel.training.data.round_directory import (
     clear,
     finished,
     go_on,
-    go_on_from,
     has_format,
-    last_checkpoint,
     read_spec,
     settings_of,
     version_of,
@@ -373,22 +371,6 @@ def test_a_debug_round_and_files_without_an_identity_start_over(tmp_path: Path) 
     left_by_a_worker(tmp_path)
     assert go_on(tmp_path, round_spec(debug=True)) == ""
     assert not (tmp_path / "rollouts").exists()
-
-
-def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    for updates, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global'), (14, None)):
-        folder = tmp_path / "checkpoints" / f"checkpoint-{updates}"
-        folder.mkdir(parents=True)
-        if state is not None:
-            (folder / "trainer_state.json").write_text(state)
-    found = last_checkpoint(tmp_path)
-    assert found is not None
-    assert (found.path.name, found.updates) == ("checkpoint-10", 10)
-    early = go_on_from(tmp_path, 9)
-    assert early is not None
-    assert early.updates == 2
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
 def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:

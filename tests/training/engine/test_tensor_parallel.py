@@ -17,7 +17,7 @@ from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.training.engine import engine as engine_module
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
-from flywheel.training.worker.training_round import Round
+from flywheel.training.worker.round import Round
 from tests.factories.chat_rendering import SETTINGS
 from tests.factories.round import round_spec
 

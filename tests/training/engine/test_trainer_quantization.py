@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from flywheel.config.file import Config
-from flywheel.config.training import LoraSettings, Quantization
+from flywheel.config.training import LoraSettings, Quantization, Stage
 from flywheel.errors import TrainError
 from flywheel.training.optim.round_steps import WIDEST_GAP, refuse_wide_gap
+from tests.factories.policy_training import policy_step
 from tests.factories.round import POLICY, round_spec
 
 QUANTISED = {"model": {"trainer_quantization": "4bit"}}
@@ -60,13 +61,13 @@ def test_a_round_is_refused_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["4bit", "8bit", None])
 def test_only_the_trainers_frozen_base_is_quantised(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quantization: Quantization | None
+    monkeypatch: pytest.MonkeyPatch, quantization: Quantization | None
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from flywheel.training.engine import policy
-    from flywheel.training.optim.trainer import Trainer
+    from flywheel.training.optim.trainer_actor import Trainer
 
     original = AutoModelForCausalLM.from_pretrained
     handed: list[Any] = []
@@ -80,8 +81,8 @@ def test_only_the_trainers_frozen_base_is_quantised(
     settings = Config.model_validate(
         {"model": {"trainer_quantization": quantization}, "training": {"precision": "bfloat16", "lora": {"r": 8}}}
     )
-    trainer = Trainer(round_spec(settings=settings.model_dump(mode="json")), str(tmp_path), threads=1)
-    trainer.load(None)
+    trainer = Trainer(round_spec(settings=settings.model_dump(mode="json")), threads=1)
+    trainer.begin("grpo", settings.model_dump(mode="json"), 1, 16, None)
     [config] = handed
     if quantization == "4bit":
         assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (
@@ -94,7 +95,7 @@ def test_only_the_trainers_frozen_base_is_quantised(
         assert (config.load_in_8bit, config.load_in_4bit) == (True, False)
     else:
         assert config is None
-    weights = [weight for weight in trainer._model.parameters() if weight.requires_grad]
+    weights = [weight for weight in trainer._policy._loss.model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in weights} == {torch.float32}
 
 
@@ -102,31 +103,16 @@ def test_only_the_trainers_frozen_base_is_quantised(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
-def test_the_adapter_on_a_quantised_base_stays_float32(tmp_path: Path, stage: str) -> None:
+def test_the_adapter_on_a_quantised_base_stays_float32(stage: Stage) -> None:
     """TRL converts it to bfloat16, which rounds the weights of a parent and loses small steps."""
     import torch
-    from transformers import AutoTokenizer
 
     from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim.dpo import PairTrainer, dpo_config
-    from flywheel.training.optim.grpo import RoundTrainer, grpo_config, step_dataset
 
     model = load_policy(str(POLICY), None, LoraSettings(r=8), seed=1)
     model.base_model.model.is_loaded_in_4bit = True  # what TRL looks at
     before = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
-    settings = Config.model_validate(QUANTISED)
-    common: dict[str, Any] = {
-        "settings": settings,
-        "model": model,
-        "train_dataset": step_dataset(1),
-        "processing_class": AutoTokenizer.from_pretrained(POLICY),
-    }
-    if stage == "grpo":
-        args = grpo_config(settings, tmp_path, seed=1, compute_dtype=torch.bfloat16, longest=16)
-        RoundTrainer(roll_out=lambda step: (), args=args, **common)
-    else:
-        args = dpo_config(settings, tmp_path, seed=1, compute_dtype=torch.bfloat16)
-        PairTrainer(pairs_of=lambda step: (), args=args, **common)
+    policy_step(model, Config.model_validate(QUANTISED), stage, compute_dtype=torch.bfloat16)
     after = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert after.keys() == before.keys()
     assert all(after[name].dtype == torch.float32 and (after[name] == before[name]).all() for name in before)

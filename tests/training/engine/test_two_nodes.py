@@ -19,13 +19,11 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.rollout_engine import RolloutEngine
-from flywheel.training.optim.trainer import Trainer
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_pool import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
-from flywheel.training.worker.trainer_process import TrainerProcesses
 from tests.factories import cluster
-from tests.factories.round import POLICY, round_spec
+from tests.factories.round import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 GPUS_PER_NODE = 4
@@ -60,18 +58,6 @@ class Runs(RoundActor, RolloutEngine):
         found = await self._pool.run({}, {"policy": ModelEndpoint("http://127.0.0.1:9/v1", "policy")}, "policy")
         await self.stop()
         return ray.get_runtime_context().get_node_id(), str(found.response)
-
-
-class Elsewhere(Trainer):
-    """A trainer on a node that does not have the worker's files. It reads and writes some of the round's."""
-
-    def sees(self, path: str) -> bool:
-        return False
-
-    def work(self, given: Path, made: str) -> tuple[str, str]:
-        with (self._directory / made).open("a") as file:
-            file.write("made\n")
-        return str(self._directory), (self._directory / given).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -192,24 +178,6 @@ def test_the_folder_of_the_users_agent_is_sent_to_each_node(address: str, tmp_pa
         ran = ray_cluster.wait([each.run.remote(config.model_dump(mode="json")) for each in members])
     assert len({node for node, _ in ran}) == 2
     assert {text for _, text in ran} == {"sent"}
-
-
-def test_a_trainer_elsewhere_works_on_a_copy_of_the_rounds_directory(address: str, tmp_path: Path) -> None:
-    given = tmp_path / "given.jsonl"
-    given.write_text("first\n")
-    with connected(address):
-        actor = ray_cluster.start(Elsewhere, round_spec(), str(tmp_path), 1, gpus=0, calls=2)
-        trainers = TrainerProcesses([actor], tmp_path)
-        trainers.place()
-        copy, read = trainers.call("work", given, "made.jsonl")
-        assert (read, Path(copy) != tmp_path) == ("first\n", True)
-        assert (tmp_path / "made.jsonl").read_text() == "made\n"
-        with given.open("a") as file:
-            file.write("second\n")
-        assert trainers.call("work", given, "made.jsonl") == (copy, "first\nsecond\n")
-        assert (tmp_path / "made.jsonl").read_text() == "made\n" * 2
-        trainers.end()
-    assert not Path(copy).exists(), "its node keeps nothing of the round"
 
 
 def test_an_address_where_no_cluster_is_is_told() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
-from flywheel.training.data.round_directory import go_on_from, last_checkpoint
 from flywheel.training.data.samples import TrainingRow
-from tests.factories.policy_training import LONGEST, made_settings, policy, rows
+from tests.factories.policy_training import Trained, policy, rows
 from tests.factories.round import POLICY
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -21,45 +18,18 @@ pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings
 STEPS = 5
 
 
-class KilledError(Exception):
-    pass
+def rows_of_step(step: int) -> Sequence[TrainingRow]:
+    """Each has others."""
+    return [TrainingRow(row.rollout, row.sample, row.advantage * (1 + step / 7)) for row in rows()]
 
 
-def trained(
-    folder: Path, parent: Path, *, dies_at: int | None = None, **training: Any
-) -> tuple[dict[str, Any], list[int]]:
-    """The weights, and the steps that were asked for their rows, of which each has others."""
-    from transformers import AutoTokenizer
-
+def trained(parent: Path, **options: Any) -> Trained:
     from flywheel.config.training import LoraSettings
     from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim.grpo import EndAtCheckpoint, RoundTrainer, StepLog, grpo_config, step_dataset
-
-    settings = made_settings(**{"steps": STEPS, "save_steps": 2, "learning_rate": 1e-3, **training})
-    asked = []
-
-    def roll_out(step: int) -> list[TrainingRow]:
-        if step == dies_at:
-            raise KilledError
-        asked.append(step)
-        return [TrainingRow(row.rollout, row.sample, row.advantage * (1 + step / 7)) for row in rows()]
 
     ref = AdapterRef(name="r0001", path=str(parent), sha256="")
     model = load_policy(str(POLICY), ref, LoraSettings(), seed=1, dtype="float32")
-    checkpoint = go_on_from(folder)
-    trainer = RoundTrainer(
-        roll_out=roll_out,
-        settings=settings,
-        model=model,
-        args=grpo_config(settings, folder / "checkpoints", seed=1, compute_dtype=model.dtype, longest=LONGEST),
-        train_dataset=step_dataset(STEPS),
-        processing_class=AutoTokenizer.from_pretrained(POLICY),
-        callbacks=[StepLog(lambda *_: None), EndAtCheckpoint(folder / "end-at-checkpoint")],
-    )
-    with contextlib.suppress(KilledError):
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
-    kept = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
-    return kept, asked
+    return Trained(rows_of_step, model, **{"steps": STEPS, "learning_rate": 1e-3, **options})
 
 
 @pytest.fixture(scope="module")
@@ -79,51 +49,48 @@ def furthest(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
     "training",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"updates_per_batch": 2, "save_steps": 1}, id="two updates", marks=pytest.mark.extended),
+        pytest.param({"updates_per_batch": 2}, id="two updates", marks=pytest.mark.extended),
         pytest.param({"beta": 0.5}, id="with a reference", marks=pytest.mark.extended),
         pytest.param({"warmup_steps": 3, "scheduler": "cosine"}, id="schedule", marks=pytest.mark.extended),
     ],
 )
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(
-    tmp_path: Path, parent: Path, training: dict[str, Any]
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(parent: Path, training: dict[str, Any]) -> None:
+    whole = trained(parent, **training)
+    at_death = trained(parent, end=2, **training)
+    resumed = trained(parent, checkpoint=at_death.checkpoint(), **training)
+    assert resumed.steps == [2, 3, 4]
+    assert furthest(resumed.weights(), whole.weights()) == 0
+    assert furthest(at_death.weights(), whole.weights()) > 0
+    assert resumed.logs == whole.logs[2:]
+
+
+def test_training_that_had_ended_has_nothing_left_to_do(parent: Path) -> None:
+    whole = trained(parent)
+    again = trained(parent, checkpoint=whole.checkpoint())
+    assert again.steps == []
+    assert furthest(again.weights(), whole.weights()) == 0
+
+
+def test_checkpoints_come_in_pieces_and_have_the_trained_adapter_alone(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _ = trained(tmp_path / "whole", parent, **training)
-    at_death, _ = trained(tmp_path / "again", parent, dies_at=3, **training)
-    every = training.get("save_steps", 2)
-    updates = training.get("updates_per_batch", 1)
-    checkpoint = last_checkpoint(tmp_path / "again")
-    assert checkpoint is not None
-    assert checkpoint.updates == 3 // every * every * updates
-    resumed, asked = trained(tmp_path / "again", parent, **training)
-    assert asked == list(range(checkpoint.updates // updates, STEPS))
-    assert furthest(resumed, whole) == 0
-    assert furthest(at_death, whole) > 0
+    """And the smaller micro-batches after a shortage of memory."""
+    from safetensors.torch import load
 
+    from flywheel.training.optim import policy_step
 
-def test_training_that_had_ended_has_nothing_left_to_do(tmp_path: Path, parent: Path) -> None:
-    whole, _ = trained(tmp_path, parent)
-    again, asked = trained(tmp_path, parent)
-    assert asked == []
-    assert furthest(again, whole) == 0
-
-
-def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path, parent: Path) -> None:
-    (tmp_path / "end-at-checkpoint").touch()
-    with pytest.raises(TrainError, match="asked its worker to end at this checkpoint") as why:
-        trained(tmp_path, parent)
-    assert why.value.retryable
-    checkpoint = last_checkpoint(tmp_path)
-    assert checkpoint is not None
-    assert checkpoint.updates == 2
-    (tmp_path / "end-at-checkpoint").unlink()
-    _, asked = trained(tmp_path, parent)
-    assert asked == [2, 3, 4]
-
-
-def test_checkpoints_have_the_trained_adapter_alone_and_the_last_two_stay(tmp_path: Path, parent: Path) -> None:
-    trained(tmp_path, parent, beta=0.5, save_steps=1)
-    kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["checkpoint-4", "checkpoint-5"]
-    for path in kept:
-        assert [each.name for each in path.iterdir() if each.is_dir()] == []
-        assert (path / "adapter_model.safetensors").is_file()
+    monkeypatch.setattr(policy_step, "PIECE_BYTES", 20_000)
+    done = trained(parent, beta=0.5, end=3)
+    done.step.max_tokens = 29
+    pieces = list(done.step.checkpoint())
+    # A weight's part of the optimizer's state is whole, with a header.
+    assert max(len(data) for _, data in pieces) < 60_000
+    files = done.checkpoint()
+    assert len(pieces) > len(files) > 20
+    assert files["adapter_model.safetensors"] == done.step.adapter().contents["adapter_model.safetensors"]
+    assert load(files["adapter_model.safetensors"]).keys() == {
+        name.replace(".default", "") for name in done.weights()
+    }
+    resumed = trained(parent, beta=0.5, checkpoint=files)
+    assert resumed.step.max_tokens == 29
+    assert furthest(resumed.weights(), trained(parent, beta=0.5, micro_batch_tokens=29).weights()) < 1e-5

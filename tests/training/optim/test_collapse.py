@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from flywheel.daemon.status import metrics_of
 from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.optim.collapse import CollapseWatch, StepFigures
 from flywheel.training.optim.round_steps import RoundRefusedError
+from flywheel.training.worker.loop import Reinforcement
 from tests.factories.policy_training import TEMPERATURE
 from tests.factories.round import POLICY, round_spec
+from tests.factories.stage_loop import TrainersHere, work
 from tests.training.data.rollouts import StandIn, batch, prompt, reply, verdict
 
 GOOD, BAD = (0.6, 0.8, 0.7, 0.7), (0.2, 0.4, 0.3, 0.3)
@@ -158,23 +160,23 @@ def test_the_figures_of_rollouts() -> None:
 
 
 class Sampled(StandIn):
-    """Takes the place of engines and judge: samples answers from the trainer's own model, and gives half a point for
-    the right number and half a point for its box."""
+    """Samples answers from the trainer's own model, and gives half a point for the right number and half a point for
+    its box."""
 
-    def __init__(self, model: Any, tokenizer: Any, answers: dict[str, int]) -> None:
+    def __init__(self, model: Callable[[], Any], tokenizer: Any, answers: dict[str, int]) -> None:
         self.model, self.tokenizer, self.answers = model, tokenizer, answers
 
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, order: int, on_generated: Callable[[], None]
-    ) -> RolloutBatch:
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
         import torch
 
-        on_generated()
+        model = self.model()
+        # As an engine, which does not learn, and draws no number of the trainer.
+        model.eval()
         ids = torch.tensor([request.prompt.token_ids for request in requests])
         start, logprobs = ids.shape[1], []
         with torch.no_grad():
             for _ in range(LONGEST):
-                logps = (self.model(ids).logits[:, -1].float() / TEMPERATURE).log_softmax(-1)
+                logps = (model(ids).logits[:, -1].float() / TEMPERATURE).log_softmax(-1)
                 chosen = logps.exp().multinomial(1)
                 ids = torch.cat([ids, chosen], dim=1)
                 logprobs.append(logps.gather(1, chosen)[:, 0])
@@ -212,7 +214,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     from transformers import AutoTokenizer
 
     from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim import trainer as trainer_module
+    from flywheel.training.optim import trainer_actor
 
     training = {
         "steps": STEPS,
@@ -222,6 +224,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
         "lora": {"r": 8},
         "save_steps": 1,
         "on_collapse": on_collapse,
+        "precision": "float32",
     }
     rollouts = {"temperature": TEMPERATURE, "max_model_len": 64, "max_completion_tokens": LONGEST}
     settings = Config.model_validate({"training": training, "rollout": rollouts})
@@ -234,28 +237,30 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
             answers[f"t-{number}"] = question.answer
             prompts.append(replace(prompt(f"t-{number}", ids), max_tokens=LONGEST))
     spec = round_spec(seed=3, base_model=str(POLICY), settings=settings.model_dump(mode="json"))
-    trainer = trainer_module.Trainer(spec, str(tmp_path), threads=1)
-    trainer._model = load_policy(str(POLICY), None, settings.training.lora, seed=1, dtype="float32")
+    lora = settings.training.lora
+    new = partial(load_policy, str(POLICY), None, lora, seed=1, dtype="float32")
+    monkeypatch.setattr(trainer_actor, "with_adapter", lambda *_: new())
+    trainers = TrainersHere(spec)
+    of_stage = work(spec, settings, tmp_path, trainers)
     torch.manual_seed(1)
-    collector = Sampled(trainer._model, tokenizer, answers)
-    monkeypatch.setattr(trainer_module.Collector, "of", lambda *_: contextlib.nullcontext(collector))
-    monkeypatch.setattr(trainer_module.AdapterSync, "load", lambda _: None)
+    collector: Any = Sampled(lambda: trainers.model, tokenizer, answers)
     # All checkpoints stay, so that which one is taken does not depend on when the policy collapses.
-    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", lambda *_, **__: None)
-    adapter = tmp_path / "stages" / "1-grpo" / "adapter"
-    done = trainer.train(prompts, [], lambda *_: lambda __: verdict(None), 0, adapter, 0)
+    monkeypatch.setattr("flywheel.training.worker.trainers.KEPT", STEPS)
+    run, counted = Reinforcement(of_stage, prompts, collector), of_stage.training
+    run.run()
     lines = metrics_of(tmp_path)
     if rate < 0.1:
-        assert (done.refusal, done.ended, done.rollout_steps) == ("", "", STEPS)
-        assert adapter.is_dir()
+        assert (run.refusal, run.ended, counted.rollout_steps) == ("", "", STEPS)
+        assert of_stage.adapter.is_dir()
         return
-    assert done.rollout_steps == len(lines) < STEPS
-    assert "the policy collapsed in 3 steps in a row" in (done.refusal or done.ended)
+    assert counted.rollout_steps == len(lines) < STEPS
+    assert "the policy collapsed in 3 steps in a row" in (run.refusal or run.ended)
     if on_collapse == "refuse":
-        assert done.refusal and not done.ended
-        assert not adapter.exists()
+        assert run.refusal and not run.ended
+        assert not of_stage.adapter.exists()
         return
-    good = adapter.parent / "checkpoints" / f"checkpoint-{len(lines) - 4}" / "adapter_model.safetensors"
-    assert not done.refusal and done.ended.endswith(f"; its adapter is that of step {len(lines) - 4}")
-    assert (adapter / "adapter_model.safetensors").read_bytes() == good.read_bytes()
-    assert sorted(path.name for path in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    good, name = of_stage.checkpoint(len(lines) - 4), "adapter_model.safetensors"
+    assert good is not None and good.name == f"step-{len(lines) - 4:06}"
+    assert not run.refusal and run.ended.endswith(f"; its adapter is that of step {len(lines) - 4}")
+    assert (of_stage.adapter / name).read_bytes() == (good / name).read_bytes()
+    assert sorted(path.name for path in of_stage.adapter.iterdir()) == ["adapter_config.json", name]

@@ -21,7 +21,8 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, R
 from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
-from flywheel.training.worker.training_round import Round
+from flywheel.training.worker.gate_comparison import GateComparison
+from flywheel.training.worker.round import Round
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
 
 CANDIDATE = LoadedAdapter("r0001", 1)
@@ -121,19 +122,16 @@ def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path
     assert lines[0]["error"] == 'no recorded result for add({"a": 1})'
 
 
-def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_deployed_at_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_deployed_at_one(tmp_path: Path) -> None:
     def comparison(collector: object) -> Comparison:
         settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
         rubric = {"version": 1, "id": "right", "criteria": [{"id": "right", "type": "contains", "value": "seven"}]}
         spec = spec_of(settings).model_copy(
             update={"test": GateTest(epoch=1, number=1, alpha=0.25), "rubric": rubric}
         )
-        found = Round(spec, tmp_path, settings, lambda *_: lambda work: verdict(1.0))
-        monkeypatch.setattr(found, "_collector", lambda: nullcontext(collector))
+        made: Any = nullcontext(collector)
         prompts = [prompt(f"t-{place}", (place,)) for place in range(1, 9)]
-        return found._compare(prompts, CANDIDATE, None)
+        return GateComparison(spec, settings, tmp_path, lambda _: made).of(prompts, [], (CANDIDATE, None))
 
     missing = comparison(Missing())
     assert (missing.tasks, missing.undecided, missing.candidate_missed, missing.deployed_missed) == (8, 0, 1, 1)
@@ -299,10 +297,10 @@ def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
         Suite(name=name, tasks=[], rubric={**rubric, "id": own}, margin=None)
         for name, own in (("same", "right"), ("other", "other"))
     ]
-    found.suites = [(suites[0], prompts), (suites[1], prompts[:2])]
     collectors = [Noted(), Wavering(), Noted()]
     monkeypatch.setattr(Collector, "of", lambda *_: nullcontext(collectors.pop(0)))
-    whole = found._compare(prompts, CANDIDATE, None)
+    gate = GateComparison(spec, settings, tmp_path, found._collector_of)
+    whole = gate.of(prompts, [(suites[0], prompts), (suites[1], prompts[:2])], (CANDIDATE, None))
     assert (whole.tasks, whole.gain) == (8, 0.0)
     same, other = whole.suites
     assert (same.name, same.tasks, same.undecided) == ("same", 7, 1)

@@ -1,15 +1,14 @@
-"""Which prompts a step asks, and what replaces groups that are dropped for their misses."""
+"""Which prompts a step asks, and when GRPO ends."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -23,52 +22,40 @@ from flywheel.training.data.groups import WINDOW, growing_misses
 from flywheel.training.data.rollout import (
     AnsweredCall,
     CallOutcome,
-    LoadedAdapter,
-    RewardWeights,
     Rollout,
     RolloutBatch,
     RolloutRequest,
 )
 from flywheel.training.data.round_progress import Meter
-from flywheel.training.optim import trainer
+from flywheel.training.data.samples import TrainingRow
 from flywheel.training.optim.collapse import CollapsedError
 from flywheel.training.optim.round_steps import (
-    DebugRun,
     RoundRefusedError,
     RoundSteps,
     UntrainedError,
+    found_to_learn,
+    miss_shares,
     refuse_without_spread,
-    roll_out_only,
+    roll_out,
 )
-from tests.training.data.rollouts import batch, missed, recorded, rollout, verdict
+from flywheel.training.worker.loop import Reinforcement
+from tests.factories.stage_loop import FIGURES, StandInTrainers, work
+from tests.training.data.rollouts import StandIn, batch, missed, recorded, rollout, verdict
 
 PROMPTS, GROUP = 4, 4
-LOGS = {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5}
 
 Act = Callable[[RolloutRequest, int], float | None]
 """The reward of a rollout, given its request and its number in its group; None if it ends by a miss."""
 
 
-class Scripted:
-    """Takes the place of engines and judge. Rollouts call a tool, except those that are `silent`."""
+class Scripted(StandIn):
+    """Rollouts call a tool, except those that are `silent`."""
 
     def __init__(self, act: Act, silent: Callable[[RolloutRequest, int], bool] = lambda *_: False) -> None:
         self.act, self.silent = act, silent
         self.asked: list[list[str]] = []
 
-    weights = RewardWeights()
-    judge_seconds = 0.0
-
-    def forget(self, batch: RolloutBatch) -> None:
-        """Nothing of a step is kept."""
-
-    def close(self) -> None:
-        """There is nothing to stop."""
-
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, order: int = 0, on_generated: Callable[[], None] = lambda: None
-    ) -> RolloutBatch:
-        on_generated()
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
         self.asked.append([request.prompt.task.task_id for request in requests[::GROUP]])
         return RolloutBatch(
             tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)),
@@ -90,16 +77,23 @@ class Cutting(Scripted):
         super().__init__(differing)
         self.steps = steps
 
-    def collect(self, requests: Sequence[RolloutRequest], *, order: int = 0, **more: Any) -> RolloutBatch:
-        made = super().collect(requests, order=order, **more)
-        is_cut = order in self.steps
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
+        made, is_cut = super().rollouts(requests, step), step in self.steps
         cut = (replace(each, completion=replace(each.completion, truncated=is_cut)) for each in made.rollouts)
         return replace(made, rollouts=tuple(cut))
 
 
-def settings(*, steps: int = 3, oversample: float = 1.0, masks: bool = False) -> Config:
+def settings(
+    *, steps: int = 3, oversample: float = 1.0, masks: bool = False, overlap: int = 0, quantization: str | None = None
+) -> Config:
     training = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "mask_truncated": masks}
-    return Config.model_validate({"training": training, "rollout": {"oversample": oversample}})
+    return Config.model_validate(
+        {
+            "training": {**training, "overlap": overlap},
+            "rollout": {"oversample": oversample},
+            "model": {"trainer_quantization": quantization},
+        }
+    )
 
 
 def spec() -> RoundSpec:
@@ -109,8 +103,12 @@ def spec() -> RoundSpec:
     )  # fmt: skip
 
 
-def steps_of(collector: Any, count: int, **values: Any) -> RoundSteps:
-    return RoundSteps(spec(), settings(**values), [recorded(f"t-{n}") for n in range(count)], collector)
+def batch_of(collector: Any, count: int, step: int = 0, **values: Any) -> RolloutBatch:
+    """The rollouts of a step of a round with so many prompts."""
+    some = [recorded(f"t-{n}") for n in range(count)]
+    with TemporaryDirectory() as directory:
+        steps = RoundSteps(spec(), settings(**values), Path(directory), some, collector)
+        return steps.graded(step, steps.generate(step, None))
 
 
 def differing(request: RolloutRequest, number: int) -> float:
@@ -122,88 +120,80 @@ def missing(*tasks: str) -> Act:
     return lambda request, number: None if request.prompt.task.task_id in tasks else float(number % 2)
 
 
-def test_without_misses_a_step_asks_its_prompts_once() -> None:
+def test_a_step_asks_its_prompts_once() -> None:
     collector = Scripted(differing)
-    steps = steps_of(collector, 12)
-    found = [steps.collect(step, None) for step in range(3)]
+    found = [batch_of(collector, 12, step) for step in range(3)]
     assert [len(asked) for asked in collector.asked] == [PROMPTS] * 3
     assert len({task for asked in collector.asked for task in asked}) == 12
-    assert [(each.groups, each.dropped, each.replaced) for each in found] == [(PROMPTS, {}, 0)] * 3
-
-
-def test_a_group_dropped_for_its_misses_is_replaced_within_the_step() -> None:
-    first = steps_of(calm := Scripted(differing), 12).collect(0, None)
-    dropped = calm.asked[0][1]
-    collector = Scripted(missing(dropped))
-    steps = steps_of(collector, 12)
-    found = steps.collect(0, None)
-    planned, [replacement] = collector.asked
-    assert planned == calm.asked[0]
-    assert replacement not in planned
-    assert found.dropped == {1: "misses"}
-    assert (found.groups, found.groups_with_spread, found.replaced) == (PROMPTS + 1, PROMPTS, 1)
-    assert found.seconds == {"generate": 2.0, "grade": 1.0}
-    # Every rollout has a seed of its own, and those of the plan are what they were.
-    seeds = [each.request.seed for each in found.rollouts]
+    assert [(each.groups, each.dropped) for each in found] == [(PROMPTS, {})] * 3
+    seeds = [rollout.request.seed for each in found for rollout in each.rollouts]
     assert len(set(seeds)) == len(seeds)
-    assert seeds[: len(first.rollouts)] == [each.request.seed for each in first.rollouts]
-    tasks = {found.rollouts[row.rollout].request.prompt.task.task_id for row in found.rows()}
-    assert tasks == {*planned, replacement} - {dropped}
-    again = Scripted(missing(dropped))
-    steps_of(again, 12).collect(0, None)
-    assert again.asked == collector.asked
 
 
-def test_replacements_are_not_replaced_and_a_step_goes_on_with_fewer_groups() -> None:
+def test_a_step_goes_on_without_the_groups_that_are_dropped_for_their_misses() -> None:
     collector = Scripted(lambda request, number: None)
-    steps = steps_of(collector, 12)
-    found = steps.collect(0, None)
-    assert [len(asked) for asked in collector.asked] == [PROMPTS, PROMPTS]
-    assert found.rows() == []
-    # The reserve knows what was dropped: the replacements of the next step are the prompts that never were.
-    steps.collect(1, None)
-    assert not set(collector.asked[3]) & set(collector.asked[1])
+    found = batch_of(collector, 12)
+    assert ([len(asked) for asked in collector.asked], found.rows()) == ([PROMPTS], [])
+    some = batch_of(Scripted(missing("t-0")), PROMPTS)
+    assert (list(some.dropped.values()), some.groups_with_spread) == (["misses"], PROMPTS - 1)
+    tasks = {some.rollouts[row.rollout].request.prompt.task.task_id for row in some.rows()}
+    assert tasks == {"t-1", "t-2", "t-3"}
 
 
-def test_an_empty_reserve_replaces_nothing() -> None:
-    collector = Scripted(missing("t-0"))
-    found = steps_of(collector, PROMPTS).collect(0, None)
-    assert (len(collector.asked), found.replaced, found.groups_with_spread) == (1, 0, PROMPTS - 1)
-
-
-def test_groups_without_spread_are_not_replaced_but_oversampled() -> None:
-    collector = Scripted(lambda request, number: 1.0 if request.group < 2 else float(number % 2))
-    found = steps_of(collector, 12, oversample=1.6).collect(0, None)
-    assert [len(asked) for asked in collector.asked] == [7]
-    assert found.dropped == {0: "spread", 1: "spread", 6: "surplus"}
+@pytest.mark.parametrize(
+    ("lacking", "oversample", "asked", "dropped"),
+    [
+        (1.0, 1.6, 7, {0: "spread", 1: "spread", 6: "surplus"}),
+        (None, 1.75, 7, {0: "misses", 1: "misses", 6: "surplus"}),
+    ],
+)
+def test_a_step_that_asks_more_prompts_keeps_the_groups_that_it_needs(
+    lacking: float | None, oversample: float, asked: int, dropped: dict[int, str]
+) -> None:
+    collector = Scripted(lambda request, number: lacking if request.group < 2 else float(number % 2))
+    found = batch_of(collector, 24, oversample=oversample)
+    assert [len(each) for each in collector.asked] == [asked]
+    assert found.dropped == dropped
     assert len({found.rollouts[row.rollout].request.group for row in found.rows()}) == PROMPTS
 
 
-def test_misses_are_not_replaced_where_enough_groups_are_left() -> None:
-    collector = Scripted(lambda request, number: None if request.group == 0 else float(number % 2))
-    found = steps_of(collector, 24, oversample=1.5).collect(0, None)
-    assert [len(asked) for asked in collector.asked] == [6]
-    assert found.dropped == {0: "misses", 5: "surplus"}
-
-
-def test_the_share_of_misses_is_that_of_planned_groups() -> None:
-    collector = Scripted(lambda request, number: None if number < request.group else 1.0)
-    steps = steps_of(collector, 12)
-    found = steps.collect(0, None)
-    assert found.groups > PROMPTS
-    assert steps.miss_shares(found) == [0.0, 0.25, 0.5, 0.75]
-    assert steps.miss_shares(batch([1] * 4)) == [], "a reply cannot miss"
+def test_the_share_of_misses_is_that_of_groups_that_can_miss() -> None:
+    found = batch_of(Scripted(lambda request, number: None if number < request.group else 1.0), 12)
+    assert miss_shares(found) == [0.0, 0.25, 0.5, 0.75]
+    assert miss_shares(batch([1] * 4)) == [], "a reply cannot miss"
 
 
 def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
     def act(request: RolloutRequest, number: int) -> float | None:
         return None if number < request.group else 1.0
 
-    collector = Scripted(act, silent=lambda _, number: number > 1)
-    steps = steps_of(collector, 12)
-    assert steps.miss_shares(steps.collect(0, None), of_calling=True) == [0.0, 0.5, 1.0, 1.0]
-    silent = steps_of(Scripted(differing, lambda *_: True), 12)
-    assert silent.miss_shares(silent.collect(0, None), of_calling=True) == []
+    found = batch_of(Scripted(act, silent=lambda _, number: number > 1), 12)
+    assert miss_shares(found, of_calling=True) == [0.0, 0.5, 1.0, 1.0]
+    silent = batch_of(Scripted(differing, lambda *_: True), 12)
+    assert miss_shares(silent, of_calling=True) == []
+
+
+class Run:
+    """A loop of GRPO whose steps a test takes, with the figures of each update."""
+
+    def __init__(self, loop: Reinforcement) -> None:
+        self.loop = loop
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def roll_out(self, step: int) -> list[TrainingRow]:
+        self.batch = self.loop.collect(step)
+        return self.loop.items(step, self.batch)
+
+    def report(self, number: int, figures: Mapping[str, float] = FIGURES) -> None:
+        self.loop.record(number - 1, self.batch, figures)
 
 
 def run_of(
@@ -213,60 +203,47 @@ def run_of(
     steps: int,
     prompts: int = 48,
     collector: Any = None,
-    overlap: int = 0,
-    masks: bool = False,
-    **silent: Any,
-) -> trainer.TrainingRun:
-    collector = collector or Scripted(act, **silent)
+    silent: Any = None,
+    **more: Any,
+) -> Run:
+    collector = collector or Scripted(act, *filter(None, (silent,)))
     directory.mkdir(exist_ok=True)
-    meter = Meter(directory, steps=steps)
-    some = [recorded(f"t-{n}") for n in range(prompts)]
-    made = settings(steps=steps, masks=masks)
-    made = made.model_copy(update={"training": made.training.model_copy(update={"overlap": overlap})})
-    numbers = itertools.count()
-
-    def load() -> LoadedAdapter:
-        number = next(numbers)
-        return LoadedAdapter(f"step-{number}", number)
-
-    return trainer.TrainingRun(spec(), made, directory, some, load, collector, meter)
+    some = [replace(recorded(f"t-{n}"), max_tokens=8) for n in range(prompts)]
+    of_stage = work(spec(), settings(steps=steps, **more), directory, StandInTrainers())
+    return Run(Reinforcement(of_stage, some, collector))
 
 
-def train(run: trainer.TrainingRun, steps: int) -> None:
+def train(run: Run, steps: int) -> None:
     for step in range(steps):
         run.roll_out(step)
-        run.report(step + 1, LOGS)
+        run.report(step + 1)
 
 
 def test_the_gap_of_a_quantised_trainer_is_looked_at_in_the_first_step_that_trains(tmp_path: Path) -> None:
-    def quantised(directory: Path) -> trainer.TrainingRun:
-        run = run_of(directory, differing, steps=3)
-        model = run._settings.model.model_copy(update={"trainer_quantization": "8bit"})
-        run._settings = run._settings.model_copy(update={"model": model})
-        return run
+    def quantised(directory: Path) -> Run:
+        return run_of(directory, differing, steps=3, quantization="8bit")
 
     wide, later = quantised(tmp_path / "wide"), quantised(tmp_path / "later")
     wide.roll_out(0)
-    wide.report(1, LOGS)
+    wide.report(1)
     wide.roll_out(1)
     with pytest.raises(TrainError, match=r"differ by 0\.500 in the first step"):
-        wide.report(2, {**LOGS, "rows/logprob_gap": 0.5})
+        wide.report(2, {**FIGURES, "logprob_gap": 0.5})
     assert metrics_of(tmp_path / "wide")[-1]["logprob_gap"] == 0.5, "the figures of that step are written"
     for step, gap in enumerate((0.1, 0.5)):
         later.roll_out(step)
-        later.report(step + 1, {**LOGS, "rows/logprob_gap": gap})
-    assert later.steps_done == 2, "what training changes is no fault of the quantisation"
+        later.report(step + 1, {**FIGURES, "logprob_gap": gap})
+    assert later._done == 2, "what training changes is no fault of the quantisation"
 
 
 @pytest.mark.parametrize("done", range(1, 6))
 def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> None:
-    """Groups are dropped for misses and replaced: the prompts of later steps depend on all earlier rollouts."""
     act = missing("t-0", "t-3", "t-5")
     whole, first = (run_of(tmp_path / name, act, steps=6, prompts=9) for name in ("whole", "again"))
     rows = []
     for step in range(6):
         rows.append(whole.roll_out(step))
-        whole.report(step + 1, LOGS)
+        whole.report(step + 1)
     train(first, done)
     # The checkpoint is one step older than the rollouts.
     collector = Scripted(act)
@@ -274,13 +251,14 @@ def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> 
     again.recall(done - 1)
     assert again.roll_out(done - 1) == rows[done - 1]
     assert collector.asked == []
-    again.report(done, LOGS)
+    again.report(done)
     for step in range(done, 6):
         assert again.roll_out(step) == rows[step]
-        again.report(step + 1, LOGS)
-    for name in ("usage", "system_prompts", "with_gradient", "reward_first", "reward_last", "steps_done"):
+        again.report(step + 1)
+    for name in ("with_gradient", "reward_first", "reward_last", "_done"):
         assert getattr(again, name) == getattr(whole, name)
-    assert again.steps_trained == whole.steps_trained == 6
+    assert again.work.training == whole.work.training
+    assert again.trained == whole.trained == 6
     of_time = ("at", "seconds", "busy", "tokens_per_second")
     lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
     kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
@@ -297,28 +275,29 @@ class Delayed(Scripted):
         self.of_step: dict[int, list[list[str]]] = {}
         self.adapters: dict[int, set[str]] = {}
 
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, order: int = 0, on_generated: Callable[[], None] = lambda: None
-    ) -> RolloutBatch:
+    def generate(self, requests: Sequence[RolloutRequest], *, order: int) -> Callable[[], RolloutBatch]:
         with self.lock:
             self.of_step.setdefault(order, []).append([each.prompt.task.task_id for each in requests[::GROUP]])
             adapters = {each.adapter.name for each in requests if each.adapter is not None}
             self.adapters.setdefault(order, set()).update(adapters)
             generating, judging = self.random.random() / 50, self.random.random() / 20
         time.sleep(generating)
-        on_generated()
-        time.sleep(judging)
-        return RolloutBatch(tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)))
+
+        def judged() -> RolloutBatch:
+            time.sleep(judging)
+            return self.rollouts(requests, order)
+
+        return judged
 
 
-def overlapped(directory: Path, overlap: int, seed: int) -> tuple[trainer.TrainingRun, Delayed, list[Any]]:
+def overlapped(directory: Path, overlap: int, seed: int) -> tuple[Run, Delayed, list[Any]]:
     collector = Delayed(missing("t-0", "t-3", "t-5"), seed)
     run = run_of(directory, collector.act, steps=6, prompts=9, collector=collector, overlap=overlap)
     rows = []
     with run:
         for step in range(6):
             rows.append(run.roll_out(step))
-            run.report(step + 1, LOGS)
+            run.report(step + 1)
     return run, collector, rows
 
 
@@ -328,7 +307,8 @@ def test_rounds_with_overlap_ask_the_same_prompts_whatever_is_slow(tmp_path: Pat
     plain, expected, same = overlapped(tmp_path / "plain", 0, seed + 100)
     assert collector.of_step == expected.of_step
     assert rows == same
-    assert (run.usage, run.with_gradient) == (plain.usage, plain.with_gradient)
+    assert run.work.training == plain.work.training
+    assert run.with_gradient == plain.with_gradient
     stored = [each["step"] for each in rollout_file.rollouts(tmp_path / "overlap")]
     assert stored == sorted(stored)
     # The first two steps are by the first weights, and each other one by weights that are one update old.
@@ -347,14 +327,14 @@ def test_the_weights_of_the_prefetched_step_are_reached_again(tmp_path: Path) ->
     """Of the first step that is not stored, some rollouts may be graded: they are by the weights before the last
     stored step, so a checkpoint behind that is too late."""
     first = run_of(tmp_path, differing, steps=6, overlap=1)
-    assert first.most_updates == 0
+    assert first.most_steps == 0
     with first:
         train(first, 3)
     stored = run_of(tmp_path, differing, steps=6, overlap=1)
     done = {each["step"] for each in rollout_file.rollouts(tmp_path)}
-    assert stored.most_updates == max(done) - 1
-    assert run_of(tmp_path, differing, steps=max(done), overlap=1).most_updates is None
-    assert run_of(tmp_path, differing, steps=6).most_updates == max(done)
+    assert stored.most_steps == max(done) - 1
+    assert run_of(tmp_path, differing, steps=max(done), overlap=1).most_steps is None
+    assert run_of(tmp_path, differing, steps=6).most_steps == max(done)
 
 
 def test_a_round_goes_on_from_before_a_step_whose_rollouts_were_removed(tmp_path: Path) -> None:
@@ -362,7 +342,7 @@ def test_a_round_goes_on_from_before_a_step_whose_rollouts_were_removed(tmp_path
     with run_of(tmp_path, differing, steps=6) as run:
         train(run, 4)
     rollout_file.step_file(tmp_path, 2).unlink()
-    assert run_of(tmp_path, differing, steps=6).most_updates == 1
+    assert run_of(tmp_path, differing, steps=6).most_steps == 1
     assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == {1}
 
 
@@ -396,8 +376,8 @@ def test_a_step_without_a_token_to_train_is_said_and_counts_as_no_step(
     run = run_of(tmp_path, act, steps=7, collector=collector, masks=True)
     for done in range(7):
         run.roll_out(done)
-        run.report(done + 1, LOGS)
-    assert (run.steps_done, run.steps_collected, run.steps_trained) == (7, 7, 3)
+        run.report(done + 1)
+    assert (run._done, run._taken, run.trained) == (7, 7, 3)
     said = [record.getMessage() for record in caplog.records if "no token to train" in record.getMessage()]
     assert [each.partition(" has ")[0] for each in said] == ["step 2", "step 3", "step 5", "step 6"]
     assert said[0] == (
@@ -408,7 +388,7 @@ def test_a_step_without_a_token_to_train_is_said_and_counts_as_no_step(
     assert "0 of 4 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy" in said[3]
     unmasked = run_of(tmp_path / "unmasked", differing, steps=1, collector=Cutting(0))
     train(unmasked, 1)
-    assert unmasked.steps_trained == 1
+    assert unmasked.trained == 1
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -416,27 +396,27 @@ def test_three_steps_in_a_row_without_a_token_to_train_end_training(tmp_path: Pa
     first = run_of(tmp_path, differing, steps=9, collector=Cutting(1, 3, 4, 5), masks=True, overlap=overlap)
     with first, pytest.raises(UntrainedError, match=r"^step 6 has no token .*; training ended after 3 such steps in"):
         train(first, 9)
-    assert (first.steps_done, first.steps_trained) == (6, 2)
+    assert (first._done, first.trained) == (6, 2)
     assert [line["step"] for line in metrics_of(tmp_path)] == [*range(1, 7)]
     again = run_of(tmp_path, differing, steps=9, collector=Cutting(), masks=True, overlap=overlap)
     with again:
         again.recall(4)
-        assert again.steps_trained == 2
+        assert again.trained == 2
         again.roll_out(4)
-        again.report(5, LOGS)
+        again.report(5)
         again.roll_out(5)
         with pytest.raises(UntrainedError, match=r"^step 6 has no token"):
-            again.report(6, LOGS)
+            again.report(6)
 
 
 def test_a_policy_that_collapses_to_equal_rewards_is_refused_for_that(tmp_path: Path) -> None:
     """Its adapter is not what the gate should test, although these steps have nothing to train."""
-    run = run_of(tmp_path, lambda request, number: float(number % 2) if run.steps_done < 2 else 0.0, steps=9)
+    run = run_of(tmp_path, lambda request, number: float(number % 2) if run._done < 2 else 0.0, steps=9)
     with pytest.raises(CollapsedError, match="3 steps in a row: mean entropy fell from 3 nats"):
         for step in range(9):
             rows = run.roll_out(step)
-            run.report(step + 1, {**LOGS, "rows/entropy": 3.0} if rows else LOGS)
-    assert (run.steps_done, run.steps_trained) == (5, 2)
+            run.report(step + 1, {**FIGURES, "entropy": 3.0} if rows else FIGURES)
+    assert (run._done, run.trained) == (5, 2)
 
 
 def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
@@ -451,11 +431,11 @@ def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_s
         for step in range(24):
             done = step
             run.roll_out(step)
-            run.report(step + 1, LOGS)
-    assert run.steps_done == 2 * WINDOW - 1
+            run.report(step + 1)
+    assert run._done == 2 * WINDOW - 1
     last = metrics_of(tmp_path)[-1]
-    assert (last["step"], last["loss"], last["missed"]) == (2 * WINDOW, None, 15)
-    assert (last["groups_dropped"]["misses"], last["groups"]) == (5, 7)
+    assert (last["step"], last["loss"], last["missed"]) == (2 * WINDOW, None, 9)
+    assert (last["groups_dropped"]["misses"], last["groups"]) == (3, 4)
     assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == set(range(1, 2 * WINDOW + 1))
 
 
@@ -476,11 +456,11 @@ def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round
     for step in range(12):
         done = step
         run.roll_out(step)
-        run.report(step + 1, LOGS)
+        run.report(step + 1)
     shares = [line["tools"]["miss_share"] for line in metrics_of(tmp_path)]
     assert shares[0] < 0.1
-    assert shares[-1] == pytest.approx(5 / 28)
-    assert growing_misses(run._miss_shares), "it is the share of all rollouts that grows"
+    assert shares[-1] == pytest.approx(3 / 16)
+    assert growing_misses(run._checks.misses), "it is the share of all rollouts that grows"
 
 
 def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> None:
@@ -496,34 +476,36 @@ def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> Non
 
 
 def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: Path) -> None:
-    def debug(act: Act) -> tuple[DebugRun, Scripted]:
+    def debug(act: Act) -> tuple[str, Scripted]:
         collector: Any = Scripted(act)
         some = [recorded(f"t-{n}") for n in range(12)]
         directory = Path(mkdtemp(dir=tmp_path))
-        meter = Meter(directory, steps=3)
-        return roll_out_only(spec(), settings(), directory, some, collector, None, meter), collector
+        steps = RoundSteps(spec(), settings(), directory, some, collector)
+        batches = list(roll_out(steps, None, Meter(directory, steps=3), count=2))
+        assert [line["step"] for line in metrics_of(directory)] == [1, 2]
+        return found_to_learn(batches, steps.settings.rollout), collector
 
     calm, planned = debug(differing)
-    assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
+    assert calm == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
     equal, _ = debug(lambda request, number: 1.0)
-    assert equal.summary == (
+    assert equal == (
         "0 of 8 groups have rewards that differ (rewards from 1 to 1); the rubric may be too easy or too hard for"
         " these tasks; 0 rollouts are undecided"
     )
-    missed, replaced = debug(missing(planned.asked[0][1]))
-    assert missed.summary == (
-        "8 of 9 groups have rewards that differ; 0 rollouts are undecided;"
-        " 4 of 36 ended at a call without a recorded result, which drops 1 group"
+    missed, asked = debug(missing(planned.asked[0][1]))
+    assert missed == (
+        "7 of 8 groups have rewards that differ; 0 rollouts are undecided;"
+        " 4 of 32 ended at a call without a recorded result, which drops 1 group"
     )
     trained = Scripted(missing(planned.asked[0][1]))
-    steps_of(trained, 12).collect(0, None)
-    assert replaced.asked[:2] == trained.asked
+    batch_of(trained, 12)
+    assert asked.asked[0] == trained.asked[0]
 
 
 def test_a_round_of_misses_is_refused_with_that_reason_and_not_as_if_the_judge_were_down(tmp_path: Path) -> None:
     run = run_of(tmp_path, lambda request, number: None, steps=3)
     with pytest.raises(
-        RoundRefusedError, match=r"0 of 16 groups .*\(no rewards\); 16 were dropped because 64 of 64"
+        RoundRefusedError, match=r"0 of 8 groups .*\(no rewards\); 8 were dropped because 32 of 32"
     ) as why:
         train(run, 3)
     assert "without a recorded result" in str(why.value)

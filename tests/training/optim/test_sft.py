@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config.file import Config
-from flywheel.records.round import METRICS_FILE
+from flywheel.records.round import AdapterRef
 from flywheel.serving.adapter_files import WEIGHTS_FILE
-from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.policy import is_unchanged
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
-from tests.factories.policy_training import gradients, policy
-from tests.factories.round import POLICY, round_spec
+from tests.factories.policy_training import Trained, gradients, policy, policy_step
+from tests.factories.round import POLICY
 
 GRPO: dict[str, Any] = {
     "training": {
@@ -63,13 +60,10 @@ def base(request: pytest.FixtureRequest) -> Path:
     return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")
 
 
-def trainer_on(directory: Path, settings: Config, base: Path) -> Any:
-    from flywheel.training.optim.trainer import Trainer
-
-    spec = round_spec(seed=3, base_model=str(base), settings=settings.model_dump(mode="json"))
-    made = Trainer(spec, str(directory), threads=1)
-    made.start(None)
-    return made
+def settings_of(count: int = len(REPLIES), **own: Any) -> Config:
+    """Of a stage on so many replies."""
+    training = GRPO["training"] | {"sft": GRPO["training"]["sft"] | own}
+    return stage_settings(Config.model_validate(GRPO | {"training": training}), "sft", count)
 
 
 def cross_entropy(base: Path, dtype: Any) -> tuple[dict[str, Any], float]:
@@ -93,31 +87,10 @@ def cross_entropy(base: Path, dtype: Any) -> tuple[dict[str, Any], float]:
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_gradient_is_that_of_the_cross_entropy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path
-) -> None:
+def test_the_gradient_is_that_of_the_cross_entropy(base: Path) -> None:
     import torch
-    from transformers import TrainerCallback
 
-    from flywheel.training.optim import grpo
-
-    settings = Config.model_validate(GRPO)
-    trainer = trainer_on(tmp_path, settings, base)
-    trainer._model = policy(base)
-    seen: list[dict[str, Any]] = []
-
-    class Gradients(TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.append(gradients(trainer._model))
-
-    original = grpo.RoundTrainer.__init__
-
-    def observed(self: Any, **arguments: Any) -> None:
-        original(self, **{**arguments, "callbacks": [*arguments["callbacks"], Gradients()]})
-
-    monkeypatch.setattr(grpo.RoundTrainer, "__init__", observed)
-    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
-
+    done = Trained(rows_of(REPLIES), policy(base), stage="sft", settings=settings_of())
     expected, loss = cross_entropy(base, torch.float64)
     rounded, _ = cross_entropy(base, torch.float32)
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -125,32 +98,30 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     def difference(found: dict[str, Any]) -> float:
         return max(float((found[name] - expected[name]).abs().max()) / scale for name in expected)
 
-    assert len(seen) == 2
-    assert seen[0].keys() == expected.keys()
+    assert len(done.gradients) == 2
+    assert done.gradients[0].keys() == expected.keys()
     # A genuine model multiplies rounding errors: how much, the same formula in float32 shows.
-    assert difference(seen[0]) < 1e-5 + 10 * difference(rounded) < 0.01
+    assert difference(done.gradients[0]) < 1e-5 + 10 * difference(rounded) < 0.01
 
-    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
-    assert lines[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    assert all(line["stage"] == "sft" and line["learning_rate"] == 1e-3 for line in lines)
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    assert lines[-1]["held_out_loss"] > 0
-    assert not lines[0].keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
-    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    (_, first), (_, last) = done.logs
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["nll"] == pytest.approx(loss, rel=1e-5)
+    assert (first["learning_rate"], last["learning_rate"]) == (1e-3, 1e-3)
+    assert last["loss"] < first["loss"]
+    assert (done.step.nll(rows_of(REPLIES[:1])) or 0) > 0
 
 
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_path: Path, base: Path) -> None:
+def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(base: Path) -> None:
     import torch
 
-    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), base)
-    trainer._model = policy(base)
-    before = {name: weight.detach().clone() for name, weight in trainer._model.named_parameters()}
-    losses = trainer.losses(REPLIES, tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
-    assert all(torch.equal(before[name], weight) for name, weight in trainer._model.named_parameters())
+    model = policy(base)
+    step = policy_step(model, settings_of(), "sft")
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    losses = [step.nll(rows_of([reply])) for reply in REPLIES]
+    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
     model = policy(base)
     for reply, loss in zip(REPLIES, losses, strict=True):
         total = tokens = 0.0
@@ -161,20 +132,17 @@ def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_p
             total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
             tokens += sum(sample.loss_mask)
         assert loss == pytest.approx(total / tokens, rel=1e-4)
-    trainer.load(None)
-    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
-    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert step.step(rows_of(REPLIES))["loss"] == pytest.approx(cross_entropy(base, torch.float32)[1], rel=1e-4)
 
 
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_output_layer_is_computed_for_no_prompt_and_no_padding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_layer_is_computed_for_no_prompt_and_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computed = policy_step(policy(), settings_of(), "sft"), []
     from trl.trainer import utils
 
-    original, computed = utils._ChunkedLogProbFunction, []
+    original = utils._ChunkedLogProbFunction
 
     class Observed:
         @staticmethod
@@ -182,10 +150,10 @@ def test_the_output_layer_is_computed_for_no_prompt_and_no_padding(
             computed.append(len(hidden))
             return original.apply(hidden, *arguments)
 
-    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), POLICY)
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Observed)
     # A sample of nine tokens behind a prompt of five; then one of seven beside one of five, whose prompt is two.
-    trainer.losses([REPLIES[0], REPLIES[2]], tmp_path / "adapter")
+    for reply in (REPLIES[0], REPLIES[2]):
+        step.nll(rows_of([reply]))
     assert computed == [4, 5 + 3]
 
 
@@ -225,24 +193,24 @@ def test_tokens_without_an_engine_are_trained_and_the_first_never_is() -> None:
 def test_a_short_run_has_a_learning_rate_and_one_that_changes_nothing_is_seen(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
+    from flywheel.training.engine.policy import load_policy
+
     def trained(name: str, parent: Path | None = None, count: int = 1, **own: Any) -> Path:
-        sft = {"epochs": 1, "batch_size": 1, "learning_rate": 1e-3, **own}
-        settings = Config.model_validate(GRPO | {"training": GRPO["training"] | {"sft": sft}})
-        (tmp_path / name).mkdir()
-        trainer = trainer_on(tmp_path / name, settings, POLICY)
-        trainer.load(None if parent is None else AdapterFiles.read(parent))
-        trainer.imitate(REPLIES[:count], (), tmp_path / name / "adapter", 0)
-        return tmp_path / name / "adapter"
+        settings = settings_of(count, **{"epochs": 1, "batch_size": 1, **own})
+        ref = None if parent is None else AdapterRef(name="parent", path=str(parent), sha256="")
+        model = load_policy(str(POLICY), ref, settings.training.lora, seed=3)
+        done = Trained(lambda step: rows_of(REPLIES[step : step + 1]), model, stage="sft", settings=settings)
+        done.step.adapter().write(tmp_path / name)
+        rates[name] = [logs["learning_rate"] for _, logs in done.logs]
+        return tmp_path / name
 
-    def rates(adapter: Path) -> list[float]:
-        return [line["learning_rate"] for line in read_steps(adapter.parent)]
-
+    rates: dict[str, list[float]] = {}
     for scheduler in ("linear", "cosine", "constant"):
         warm = trained(scheduler, scheduler=scheduler, warmup_steps=0.03)
-        assert rates(warm) == [1e-3]
+        assert rates[scheduler] == [1e-3]
         assert not is_unchanged(warm, None)
-    warm = trained("several", count=3, warmup_steps=50)
-    assert rates(warm) == [0.0, pytest.approx(5e-4), 1e-3]
+    trained("several", count=3, warmup_steps=50)
+    assert rates["several"] == [0.0, pytest.approx(5e-4), 1e-3]
     assert is_unchanged(trained("new", learning_rate=1e-60), None)
     parent = trained("parent")
     assert is_unchanged(trained("same", parent, learning_rate=1e-30), parent)

@@ -3,7 +3,7 @@ one is killed, the other ends with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,13 @@ import psutil
 import pytest
 import ray
 
+from flywheel.config.training import Stage
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import RecordedReply, TrainingRow, divided
+from flywheel.training.data.samples import RecordedReply, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.optim.ranks import open_store
+from flywheel.training.optim.epochs import rows_of
+from flywheel.training.optim.process_group import open_store
 from tests.factories.pair import PAIRS
 from tests.factories.policy_training import policy, rows
 from tests.factories.trainer_processes import Processes, furthest, two_nodes
@@ -31,6 +33,11 @@ pytestmark = [
 ]
 
 
+def undivided(figures: Mapping[str, float]) -> list[str]:
+    """Figures that the division of a step does not change. DPO's entropy is a mean over micro-batches."""
+    return sorted(set(figures) - {"micro_batches", *(["entropy"] if "pairs" in figures else [])})
+
+
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
     """An adapter that has an effect."""
@@ -42,14 +49,14 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, parent: AdapterFiles) -> Processes:
-    return Processes(tmp_path_factory.mktemp("one"), 1, parent)
+def one(parent: AdapterFiles) -> Processes:
+    return Processes(1, parent)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, parent: AdapterFiles) -> Iterator[Processes]:
+def two(parent: AdapterFiles) -> Iterator[Processes]:
     with two_nodes():
-        yield Processes(tmp_path_factory.mktemp("two"), 2, parent)
+        yield Processes(2, parent)
 
 
 def replies(numbers: Sequence[int] = (0, 1, 2, 3)) -> list[RecordedReply]:
@@ -63,16 +70,17 @@ def one_rollout() -> list[TrainingRow]:
     return [row for row in rows() if row.rollout == 3]
 
 
-def assert_all_end(processes: Processes, *, killed: int) -> None:
-    """Kill one while rank 0 waits for rollouts, and rank 1 for rank 0: the attempt ends with the reason. On a
-    cluster, the end of the session, which this is, ends the other."""
+def assert_all_end(processes: Processes, mark: Path, *, killed: int) -> None:
+    """Kill one in a step in which the other waits for it: the attempt ends with the reason. On a cluster, the end of
+    the session, which this is, ends the other."""
     pids = [pid for _, pid in processes.each("where")]
     dies, other = psutil.Process(pids[killed]), psutil.Process(pids[1 - killed])
-    adapter = processes.prepare(steps=2)
+    processes.begin(steps=2)
+    processes.train(rows())
+    processes.each("be_late", killed, mark)
     with ThreadPoolExecutor() as waiting:
-        work = [rows(), rows()], adapter, "late: rows of step 2"
-        attempt = waiting.submit(ray_cluster.on_all, processes.members, "reinforce", *work)
-        wait_for((processes.directory / "late").exists, "the second step")
+        attempt = waiting.submit(processes.train, rows())
+        wait_for(mark.exists, "the second step")
         dies.kill()
         why = attempt.exception(timeout=60)
     assert isinstance(why, TrainError)
@@ -86,7 +94,7 @@ def assert_all_end(processes: Processes, *, killed: int) -> None:
 def test_the_second_process_ends_when_the_first_is_killed(tmp_path: Path, parent: AdapterFiles) -> None:
     """Before the other tests of this module, which share a session."""
     with two_nodes():
-        assert_all_end(Processes(tmp_path / "two", 2, parent), killed=0)
+        assert_all_end(Processes(2, parent), tmp_path / "late", killed=0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,7 @@ def test_the_second_process_ends_when_the_first_is_killed(tmp_path: Path, parent
     ],
 )
 def test_two_processes_have_the_loss_and_the_gradient_of_one(
-    one: Processes, two: Processes, stage: str, items: Callable[[], Any], training: dict[str, Any]
+    one: Processes, two: Processes, stage: Stage, items: Callable[[], Any], training: dict[str, Any]
 ) -> None:
     """Rollouts have different lengths. A single rollout, reply or pair leaves the second process without one."""
     wanted, of_one = one.step(stage, items(), **training)
@@ -112,16 +120,16 @@ def test_two_processes_have_the_loss_and_the_gradient_of_one(
     assert furthest(found, wanted) < 1e-6
     assert of_two["loss"] == pytest.approx(of_one["loss"], rel=1e-6, abs=1e-7)
     assert of_two["grad_norm"] == pytest.approx(of_one["grad_norm"], rel=1e-6)
-    figures = [name for name in of_one if name.startswith(("rows/", "rewards/")) and "micro_batches" not in name]
-    assert len(figures) >= 4
+    figures = undivided(of_one)
+    assert len(figures) >= 7
     assert [of_two[name] for name in figures] == pytest.approx([of_one[name] for name in figures], rel=1e-5, abs=1e-6)
 
 
 def test_the_first_process_alone_measures_losses(one: Processes, two: Processes) -> None:
-    adapter = two.prepare()
-    one.prepare()
-    found = ray_cluster.on_all(two.members[:1], "losses", replies(), adapter)
-    assert found == pytest.approx(one.alone.losses(replies(), adapter), rel=1e-6)
+    each = [rows_of([reply]) for reply in replies()]
+    for processes in (one, two):
+        processes.begin("sft", len(each))
+    assert two.trainers.nll(each) == pytest.approx(one.alone.nll(each), rel=1e-6)
     two.step("grpo", rows())
 
 
@@ -138,11 +146,12 @@ def test_each_process_has_a_node_of_its_own(two: Processes) -> None:
 
 def test_a_step_without_rows_leaves_the_weights_as_they_are(two: Processes) -> None:
     """The first one has a gradient, of which the optimizer keeps a mean."""
-    adapter = two.prepare(steps=2)
-    two.each("reinforce", [rows(), []], adapter)
+    two.begin(steps=2)
+    two.train(rows())
+    assert "trained_tokens" not in two.train([])
     [after_both, _] = two.each("weights")
-    adapter = two.prepare(steps=1)
-    two.each("reinforce", [rows()], adapter)
+    two.begin(steps=1)
+    two.train(rows())
     [after_one, _] = two.each("weights")
     # The learning rate of the first of two steps is that of the only one.
     assert furthest(after_both, after_one) == 0
@@ -160,66 +169,35 @@ def test_a_step_without_rows_leaves_the_weights_as_they_are(two: Processes) -> N
     ],
 )
 def test_a_step_for_which_one_process_lacks_memory_is_repeated_by_all(
-    one: Processes, two: Processes, rank: int, stage: str, half: str
+    one: Processes, two: Processes, rank: int, stage: Stage, half: str
 ) -> None:
     items: Any = rows() if stage == "grpo" else PAIRS * 2
     training = {"micro_batch_tokens": 40, "dpo": {"batch_size": 6, "epochs": 1}}
     wanted, calm = one.step(stage, items, **training)
-    adapter = two.prepare(**training)
+    two.begin(stage, len(items), **training)
     two.each("exhaust", rank, half, 0)
-    found, logs = two.step_on(stage, items, adapter)
+    found, logs = two.step_on(items)
     assert furthest(found, wanted) < 1e-6
-    figures = ["loss", "grad_norm", *(name for name in calm if name.startswith(("rows/", "rewards/")))]
-    figures.remove("rows/micro_batches") if stage == "grpo" else None
+    figures = undivided(calm)
     assert [logs[name] for name in figures] == pytest.approx([calm[name] for name in figures], rel=1e-5, abs=1e-6)
     budgets = two.each("budget")
     assert budgets[0] == budgets[1] < 40
 
 
 def test_a_row_for_which_one_process_lacks_memory_ends_all_with_its_length(two: Processes) -> None:
-    adapter = two.prepare()
-    in_second = max(row.tokens for row in divided(rows(), 2)[1])
+    two.begin()
+    parts, size = divided(rows(), 2), StepSize.of(rows())
+    in_second = max(row.tokens for row in parts[1])
     two.each("exhaust", 1, "forward", -1, in_second - 1)
-    for why in ended(two, "reinforce", [rows()], adapter):
-        assert isinstance(why, TrainError)
-        assert f"cannot train on a sample of {in_second} tokens" in str(why)
-
-
-def ended(processes: Processes, method: str, *arguments: Any) -> list[Any]:
-    """What each call returned or raised."""
-    found: list[Any] = []
-    for reference in [getattr(member, method).remote(*arguments) for member in processes.members]:
-        try:
-            found += ray_cluster.wait([reference])
-        except TrainError as error:
-            found.append(error)
-    return found
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "rows of step 2",
-        "report of step 1",
-        pytest.param("rows of step 1", marks=pytest.mark.extended),
-        pytest.param("report of step 2", marks=pytest.mark.extended),
-    ],
-)
-def test_the_others_end_where_the_first_process_goes_no_further(two: Processes, where: str) -> None:
-    """And can go on with what follows, such as the next stage. The checkpoint of a step that was not reported is not
-    written."""
-    adapter = two.prepare(steps=2, save_steps=1)
-    first, second = ended(two, "reinforce", [rows(), rows()], adapter, where)
-    assert isinstance(first, TrainError)
-    assert f"it has failed at the {where}" in first.why
-    assert second is None
-    saved = {path.name for path in (adapter.parent / "checkpoints").glob("*")}
-    assert saved == ({"checkpoint-1"} if where.endswith("step 2") else set())
+    for call in [member.step.remote(part, size) for member, part in zip(two.members, parts, strict=True)]:
+        with pytest.raises(TrainError, match=f"cannot train on a sample of {in_second} tokens"):
+            ray_cluster.wait([call])
+    # A stage that was left is no hindrance to the next one.
     two.step("grpo", rows())
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(tmp_path: Path, two: Processes) -> None:
-    """With dropout: the random numbers of each process go on, too."""
+    """With dropout: the random numbers of each process go on, too. The last two checkpoints stay."""
     from flywheel.training.engine.policy import save_adapter
 
     adapter = policy()
@@ -227,25 +205,29 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(tmp_path: P
         config.lora_dropout = 0.5
     save_adapter(adapter, tmp_path / "dropout")
     two.parent, known = AdapterFiles.read(tmp_path / "dropout"), two.parent
+    folder = tmp_path / "checkpoints"
     try:
-        steps, training = [rows()] * 5, {"steps": 5, "save_steps": 2, "learning_rate": 1e-3}
-        two.each("reinforce", steps, two.prepare(**training))
+        training = {"steps": 5, "learning_rate": 1e-3}
+        two.begin(**training)
+        for step in range(1, 6):
+            two.train(rows())
+            if step <= 3:
+                two.trainers.save(folder, step)
         whole, _ = two.each("weights")
-        folder = two.prepare(**training)
-        ended(two, "reinforce", steps, folder, "rows of step 4")
-        assert {path.name for path in (folder.parent / "checkpoints").glob("*")} == {"checkpoint-2"}
-        assert sorted(path.name for path in (folder.parent / "checkpoints").glob("*/rng*")) == [
-            "rng_state_0.pth",
-            "rng_state_1.pth",
+        assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003"]
+        assert sorted(path.name for path in (folder / "step-000002").glob("numbers*")) == [
+            "numbers-0.pt",
+            "numbers-1.pt",
         ]
-        two.prepare(**training)
-        two.each("reinforce", steps, folder)
+        two.begin(checkpoint=folder / "step-000002", **training)
+        for _ in range(3):
+            two.train(rows())
         for found in two.each("weights"):
             assert furthest(found, whole) == 0
     finally:
         two.parent = known
 
 
-def test_the_first_process_ends_when_the_second_is_killed(two: Processes) -> None:
+def test_the_first_process_ends_when_the_second_is_killed(tmp_path: Path, two: Processes) -> None:
     """Behind the other tests of this module, whose session it ends."""
-    assert_all_end(two, killed=1)
+    assert_all_end(two, tmp_path / "late", killed=1)

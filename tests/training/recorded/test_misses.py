@@ -1,4 +1,4 @@
-"""Which groups are trained on, what replaces the others, and when misses end a round."""
+"""Which groups are trained on, and when misses end a round."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.groups import Reserve, gate_rewards, growing_misses, is_complete
-from flywheel.training.data.prompts import schedule
+from flywheel.training.data.groups import gate_rewards, growing_misses, is_complete
 from tests.cases import for_each
 
 
@@ -37,31 +36,6 @@ def test_a_group_needs_three_quarters_and_four_rollouts_without_a_miss(
 def test_fewer_misses_never_drop_a_group(missed: list[bool | None]) -> None:
     better = [False if each else each for each in missed]
     assert is_complete(better) or not is_complete(missed)
-
-
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 9), st.data())
-def test_the_reserve_is_determined_by_its_seed_and_never_asks_twice_in_a_step(
-    count: int, per_step: int, seed: int, data: st.DataObject
-) -> None:
-    plan = schedule(count, per_step=min(per_step, count), steps=3, seed=seed)
-    one, two = Reserve(plan, count, seed), Reserve(plan, count, seed)
-    for number, step in enumerate(plan):
-        taken = list(step)
-        for dropped in data.draw(st.lists(st.sampled_from(step), unique=True)):
-            found = one.replace(number, dropped, taken)
-            assert two.replace(number, dropped, taken) == found
-            assert (found is None) == (len(taken) == count)
-            if found is not None:
-                assert found not in taken
-                taken.append(found)
-
-
-def test_the_reserve_takes_prompts_that_were_not_dropped_and_asked_least() -> None:
-    reserve = Reserve([[0, 1], [2, 3]], 6, seed=1)
-    assert {reserve.replace(0, 0, [0, 1]), reserve.replace(0, 1, [0, 1])} == {4, 5}
-    # All but 0 and 1 were never dropped; all were asked once.
-    assert reserve.replace(1, 2, [2, 3, 4, 5]) in (0, 1)
-    assert len({Reserve([[0]], 30, seed).replace(0, 0, [0]) for seed in range(20)}) > 5
 
 
 def steps(*shares: float, groups: int = 8) -> list[list[float]]:

@@ -15,7 +15,8 @@ from flywheel.records.program_run import RunResult
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim.rollout_grading import has_judge
-from flywheel.training.worker.training_round import TRIALS, Round
+from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.users_agent import TRIALS, UsersAgent, with_decided_reward
 from tests.factories.round import round_spec
 from tests.training.data.rollouts import prompt
 
@@ -24,12 +25,11 @@ FAILED = Completion(error="RuntimeError: the shop is closed", cause="raised")
 CUT = Completion(truncated=True)
 
 
-def round_in(directory: Path, **rollout: Any) -> Round:
-    settings = Config.model_validate({"training": {"group_size": 4}, "rollout": rollout})
-    return Round(round_spec(settings=settings.model_dump(mode="json")), directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
+def settings_of(**rollout: Any) -> Config:
+    return Config.model_validate({"training": {"group_size": 4}, "rollout": rollout})
 
 
-def tried(directory: Path, monkeypatch: pytest.MonkeyPatch, *runs: Completion) -> tuple[RunResult | None, int]:
+def tried(monkeypatch: pytest.MonkeyPatch, *runs: Completion) -> tuple[RunResult | None, int]:
     """What the trial returns when the agent's runs end like these, and how many there were."""
     made: list[RolloutRequest] = []
 
@@ -39,28 +39,30 @@ def tried(directory: Path, monkeypatch: pytest.MonkeyPatch, *runs: Completion) -
         return list(runs[len(made) - len(asked) : len(made)])
 
     monkeypatch.setattr(ray_cluster, "anywhere", generated)
-    found = round_in(directory)._try_program([prompt(f"t-{number}", (number,)) for number in range(5)])
+    settings = settings_of()
+    agent = UsersAgent(round_spec(), settings, [], EngineAdapters([]))
+    found = agent.try_on([prompt(f"t-{number}", (number,)) for number in range(5)], settings)
     assert len({request.prompt.task.task_id for request in made}) == len(made), "each is on another task"
     return found, len(made)
 
 
-def test_one_whole_run_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tried(tmp_path, monkeypatch, WHOLE) == (WHOLE.run, 1)
-    assert tried(tmp_path, monkeypatch, FAILED, FAILED, WHOLE) == (WHOLE.run, TRIALS)
+def test_one_whole_run_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(monkeypatch, WHOLE) == (WHOLE.run, 1)
+    assert tried(monkeypatch, FAILED, FAILED, WHOLE) == (WHOLE.run, TRIALS)
 
 
-def test_an_agent_that_fails_on_each_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_fails_on_each_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainError, match=r"it failed on 3 tasks before training.*the shop is closed") as refused:
-        tried(tmp_path, monkeypatch, FAILED, FAILED, FAILED)
+        tried(monkeypatch, FAILED, FAILED, FAILED)
     assert not refused.value.retryable
     failed = Completion(error="the engine failed", cause="engine_error")
     with pytest.raises(TrainError, match="it failed on 3 tasks") as refused:
-        tried(tmp_path, monkeypatch, FAILED, failed, FAILED)
+        tried(monkeypatch, FAILED, failed, FAILED)
     assert refused.value.retryable
 
 
-def test_an_agent_that_reaches_a_limit_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tried(tmp_path, monkeypatch, FAILED, CUT, FAILED) == (None, TRIALS)
+def test_an_agent_that_reaches_a_limit_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(monkeypatch, FAILED, CUT, FAILED) == (None, TRIALS)
 
 
 REWARD_ALONE, BOTH, RESPONSE = RunResult(reward=1.0), RunResult(reward=1.0, response="7"), RunResult(response="7")
@@ -71,26 +73,21 @@ REWARD_ALONE, BOTH, RESPONSE = RunResult(reward=1.0), RunResult(reward=1.0, resp
 )
 @pytest.mark.parametrize("later", [REWARD_ALONE, BOTH, RESPONSE, None])
 def test_a_later_worker_does_not_decide_anew_which_reward_counts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    first: RunResult | None,
-    counts: tuple[int, int],
-    later: RunResult | None,
+    tmp_path: Path, first: RunResult | None, counts: tuple[int, int], later: RunResult | None
 ) -> None:
     """The stored rollouts, of the same groups perhaps, have the reward that the first one has decided on."""
-    monkeypatch.setattr(ray_cluster, "everywhere", lambda *_: ["an agent"])
-    agent = {"workflow": f"{tmp_path}/flow.py:run"}
-    begun = round_in(tmp_path, agent=agent)
-    told = begun._decide_reward(first)
-    assert ("reward_by" in told) == (first in (REWARD_ALONE, BOTH))
-    again = round_in(tmp_path, agent=agent)
-    assert again._decide_reward(later) == told
+    settings = settings_of(agent={"workflow": f"{tmp_path}/flow.py:run"})
+    begun, told = with_decided_reward(settings, first, tmp_path)
+    assert bool(told) == (first in (REWARD_ALONE, BOTH))
+    again, told_again = with_decided_reward(settings, later, tmp_path)
+    assert told_again == told
     for each in (begun, again):
-        assert (each.settings.rollout.weights.rubric, each.settings.rollout.weights.workflow) == counts
-    assert [has_judge(each.settings) for each in (begun, again)] == [counts[0] > 0] * 2
+        assert (each.rollout.weights.rubric, each.rollout.weights.workflow) == counts
+        assert has_judge(each) == (counts[0] > 0)
 
 
 def test_settings_decide_before_any_run(tmp_path: Path) -> None:
     both = {"agent": {"workflow": f"{tmp_path}/flow.py:run"}, "reward": {"rubric": 1, "workflow": 1}}
-    assert round_in(tmp_path, **both)._decide_reward(REWARD_ALONE) == {}
+    settings = settings_of(**both)
+    assert with_decided_reward(settings, REWARD_ALONE, tmp_path) == (settings, "")
     assert not (tmp_path / "reward.json").exists()

@@ -163,15 +163,14 @@ def ended(nodes: Nodes) -> Ended:
 
         def is_generating() -> bool:
             assert not (own / "error.json").exists(), (own / "error.json").read_text()
-            return any((copy / PARTIAL_FILE).exists() for copy in nodes.copies())
+            return (own / PARTIAL_FILE).exists()
 
         def is_stuck() -> bool:
             """Whether the other engine has ended and this one has rollouts that it will not end."""
             wait_for(is_generating, "rollouts", seconds=400)
             process.suspend()
-            found = [copy / PARTIAL_FILE for copy in nodes.copies() if (copy / PARTIAL_FILE).exists()]
             with contextlib.suppress(AssertionError):
-                wait_for(lambda: not found or not found[0].exists(), "the end of the step", seconds=8)
+                wait_for(lambda: not is_generating(), "the end of the step", seconds=8)
                 process.resume()
                 return False
             return True
@@ -201,7 +200,7 @@ def test_the_round_is_whole_although_no_node_reads_its_directory(ended: Ended) -
     assert result.comparison is not None
     assert result.probe is not None
     assert [line["step"] for line in done.steps] == list(range(1, STEPS + 1))
-    # All the trainer's files, as if it had written them here: nothing twice and nothing missing.
+    # Nothing twice and nothing missing.
     assert len(done.rollouts) == STEPS * PROMPTS * GROUP
     assert all(line["logprob_gap"] < 0.01 for line in done.steps)
     assert len(lines(done.directory / "usage.jsonl")) > STEPS

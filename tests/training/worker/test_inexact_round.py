@@ -11,7 +11,7 @@ from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import GateTest, RoundSpec
 from flywheel.training.data.prompts import Asked
-from flywheel.training.worker.training_round import Round
+from flywheel.training.worker.round import Round
 from tests.factories.task import round_task
 from tests.training.data.rollouts import prompt
 
@@ -28,8 +28,8 @@ def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: A
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
     monkeypatch.setattr(whole, "start", lambda: None)
-    monkeypatch.setattr(whole, "asked", lambda _: train)
-    monkeypatch.setattr(whole, "asked_as_served", lambda _: gate)
+    monkeypatch.setattr(whole.prompts, "to_train", lambda _: train)
+    monkeypatch.setattr(whole.prompts, "as_served", lambda *_: gate)
     return whole
 
 

@@ -17,9 +17,9 @@ from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.optim.rollout_grading import build_grade
-from flywheel.training.optim.trainer import Trainer
-from flywheel.training.worker.trainer_process import TrainerProcesses
-from flywheel.training.worker.training_round import Round
+from flywheel.training.optim.trainer_actor import Trainer
+from flywheel.training.worker.round import Round
+from flywheel.training.worker.trainers import Trainers
 from tests.factories.worker import spec as round_spec
 
 NUMBERS = itertools.count(1000, 10)
@@ -44,13 +44,13 @@ def run_round(
         spec = round_spec(url, train=train, held_out=held_out, settings=given)
         whole = Round(spec, directory, settings_of(spec), build_grade)
         # An engine gets a number once; this one has served other rounds.
-        whole._numbers = itertools.count(next(NUMBERS))
+        whole.adapters._numbers = itertools.count(next(NUMBERS))
 
         def start() -> None:
-            whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
-            actor = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
-            whole.trainers = TrainerProcesses([actor], directory)
-            whole.trainers.call("start", None)
+            whole.engines[:], whole.about = [engine], StartedEngine("cpu", 192)
+            actor = ray_cluster.start(Trainer, spec, ray_cluster.cpu_threads(), gpus=0)
+            ray_cluster.on_all([actor], "start")
+            whole.trainers = Trainers([actor])
 
         monkeypatch.setattr(whole, "start", start)
         try:

@@ -20,11 +20,12 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import Engine, StartedEngine
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
-from flywheel.training.optim.trainer import AdapterSync
-from flywheel.training.worker.training_round import Round
+from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.round import Round
 from tests.factories.engine import generate, load, settings, strange_adapter
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
@@ -91,7 +92,7 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
     endpoint are both sampled from the new weights."""
     import torch
 
-    from flywheel.training.engine.policy import load_policy
+    from flywheel.training.engine.policy import load_policy, save_adapter
 
     adapter: LoadedAdapter | None = None
 
@@ -117,14 +118,15 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
         return [call for request in requests(prompts, adapter) for call in asked(engine, request)]
 
     model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=5)
-    sync = AdapterSync(model, [engine], tmp_path, "r0001", overlap=0)
+    adapters = EngineAdapters([engine])
     weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
-    for _ in range(3):
+    for step in range(3):
         old = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
             for weight in weights:
                 weight.add_(torch.randn_like(weight) * 0.3)
-        adapter = sync.load()
+        save_adapter(model, tmp_path / f"step-{step}")
+        adapter = adapters.load("r0001", AdapterFiles.read(tmp_path / f"step-{step}"))
         both = replies(), through_the_endpoint()
         assert len(both[1]) == len(prompts)
         for drawn in both:
@@ -138,7 +140,7 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
         with torch.no_grad():
             for weight, after in zip(weights, new, strict=True):
                 weight.copy_(after)
-    sync.clean_up()
+        adapters.unload(adapter)
 
 
 def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(
@@ -250,7 +252,7 @@ def test_a_debug_round_rolls_out_and_trains_nothing(
         whole = Round(spec, tmp_path, settings_of(spec), build_grade)
 
         def start() -> None:
-            whole.engines, whole.about = [engine], StartedEngine("cpu", 2048)
+            whole.engines[:], whole.about = [engine], StartedEngine("cpu", 2048)
 
         monkeypatch.setattr(whole, "start", start)
         result = whole.run()
@@ -260,7 +262,7 @@ def test_a_debug_round_rolls_out_and_trains_nothing(
     rolled_out = list(rollout_file.rollouts(tmp_path))
     assert {line["step"] for line in rolled_out} == {1, 2}
     # The same seeds on the same weights: what a round would see in its first step.
-    prompts = whole.asked(spec.train).prompts
+    prompts = whole.prompts.to_train(spec.train).prompts
     [first, *_] = schedule(len(prompts), per_step=PROMPTS, steps=2, seed=spec.seed)
     wanted = step_requests([prompts[place] for place in first], 0, spec, whole.settings, None)
     same = [

@@ -30,7 +30,7 @@ from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.optim.rollout_grading import without_judge
 from flywheel.training.program.program_rollout import ProgramSetup
-from flywheel.training.worker.training_round import Round
+from flywheel.training.worker.round import Round
 from tests.agents.scripted_model import ScriptedModel
 from tests.factories.engine import strange_adapter
 from tests.factories.task import round_task
@@ -274,19 +274,19 @@ def test_names_that_nothing_decides_are_warned_of_once_a_round(
         given["rollout"] |= rollout
         spec = round_spec(NOWHERE, settings=given)
         whole = Round(spec, tmp_path, settings_of(spec), without_judge)
-        whole.engines = [engine]
+        whole.engines[:] = [engine]
         use(engine, rollout)
         [asked] = prompts(engine, 1, does="ask by name", names=["user", "gpt-9"])
         with caplog.at_level("INFO"):
             [found] = generate(engine, [asked])
             assert json.loads(found.text)[1].startswith("You asked: ")
             assert (found.error, found.turns) == ("", 2)
-            assert whole.note_models() == {ALIAS: 1, "user": 1, "gpt-9": 1}
+            assert whole.agent.note_models() == {ALIAS: 1, "user": 1, "gpt-9": 1}
             generate(engine, [asked])
-            assert whole.note_models()["gpt-9"] == 2
+            assert whole.agent.note_models()["gpt-9"] == 2
             [other] = prompts(engine, 1, does="ask by name", names=["gpt-9", "gpt-10"])
             generate(engine, [other])
-            whole.note_models()
+            whole.agent.note_models()
     noted = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("worker")]
     assert [text.partition(", which")[0] for _, text in noted] == [
         f"models that the agent asks for: {ALIAS} 1 time, user 1 time, gpt-9 1 time",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +18,15 @@ from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data import rollout_file
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import CallOutcome, Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
-from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.recorded.recorded_rollout import ToolSetup
+from flywheel.training.worker.loop import Reinforcement
 from tests.factories.engine import strange_adapter
 from tests.factories.round import POLICY
+from tests.factories.stage_loop import FIGURES, StandInTrainers, work
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
 from tests.training.data.rollouts import verdict
@@ -184,7 +185,7 @@ def unrecorded(prompt: Prompt) -> Prompt:
     return replace(prompt, task=prompt.task.model_copy(update={"steps": []}))
 
 
-def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
+def test_a_step_drops_groups_of_misses_and_trains_on_the_others(
     engine: Any, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     use(engine)
@@ -197,23 +198,25 @@ def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
         for place, each in enumerate(prompts)
     ]
     with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        run = TrainingRun(spec, config, tmp_path, some, lambda: None, collector, Meter(tmp_path, steps=2))
-        rows = run.roll_out(0)
-        run.report(1, {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0})
+        of_stage = work(spec, config, tmp_path, StandInTrainers())
+        of_base: Any = SimpleNamespace(load=lambda *_: None)
+        run = Reinforcement(replace(of_stage, adapters=of_base), some, collector)
+        batch = run.collect(0)
+        rows = run.items(0, batch)
+        run.record(0, batch, FIGURES)
+        run.close()
     written = list(rollout_file.rollouts(tmp_path))
-    assert len(written) == (3 + 2) * 4
+    assert len(written) == 3 * 4
     assert [line["dropped"] for line in written[:8]] == ["misses"] * 8
     assert all(line["advantage"] is None and "no recorded result" in line["error"] for line in written[:8])
-    replacements = {line["task_id"] for line in written[12:]}
-    assert len(replacements) == 2
-    assert not replacements & {some[place].task.task_id for place in first}
     trained = {line["task_id"] for line in written if line["advantage"] is not None}
     assert trained == run.with_gradient
     assert {some[place].task.task_id for place in missing}.isdisjoint(trained)
     assert bool(rows) == bool(trained)
     [figures] = [line for line in metrics_of(tmp_path) if line["event"] == "step"]
-    assert (figures["groups_dropped"]["misses"], figures["groups_replaced"]) == (2, 2)
-    assert (figures["missed"], figures["undecided"], figures["tools"]["miss_share"]) == (8, 0, 8 / 20)
+    assert (figures["groups_dropped"]["misses"], figures["groups"]) == (2, 3)
+    assert (figures["missed"], figures["undecided"]) == (8, 0)
+    assert figures["tools"]["miss_share"] == pytest.approx(8 / 12)
     assert figures["tools"]["hit_rate_by_tool"] == {"look": figures["tools"]["hit_rate"]}
 
 

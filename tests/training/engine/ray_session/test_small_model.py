@@ -31,13 +31,17 @@ from flywheel.serving.server_keys import admin_key
 from flywheel.system.files import tree_sha256
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.samples import Sample, TrainingRow
+from flywheel.training.data.samples import Sample, StepSize, TrainingRow
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.optim.epochs import stage_settings
+from flywheel.training.worker.loop import Epochs
+from flywheel.training.worker.stage_work import StageWork
 from tests.conftest import serve_config, start_server, stop_server
 from tests.factories.engine import share_of_an_engine
 from tests.factories.round import round_spec
+from tests.factories.stage_loop import TrainersHere, work
 from tests.factories.task import round_task
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.extended, pytest.mark.filterwarnings("ignore")]
@@ -183,7 +187,10 @@ def untuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A trainer whose adapter has random weights that are not zero."""
     import torch
 
-    trainer = trainer_of(model, tmp_path_factory.mktemp("untuned"))
+    of_stage = stage_of(model, tmp_path_factory.mktemp("untuned"))
+    settings = stage_settings(of_stage.settings, "sft", 2)
+    trainer = of_stage.trainers
+    trainer.begin("sft", settings, settings.training.steps, TOKENS, None)
     made = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in lora_b(trainer):
@@ -200,7 +207,7 @@ def random_adapter(engine: Any, untuned: Any, tmp_path_factory: pytest.TempPathF
 def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """The model after the SFT stage on replies as JSON."""
     directory = tmp_path_factory.mktemp("sft")
-    trainer = trainer_of(model, directory)
+    of_stage = stage_of(model, directory)
     tasks = [
         round_task(
             f"s-{place}",
@@ -212,10 +219,10 @@ def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     ]
     [(replies, refused)] = ray_cluster.wait([engine.recorded_replies.remote(tasks, empty_reasoning=False)])
     assert (len(replies), refused) == (len(PEOPLE), {})
-    path = directory / "adapter"
-    trainer.imitate(replies[:-2], replies[-2:], path, 0)
+    Epochs("sft", of_stage, replies[:-2], replies[-2:]).run()
+    path = of_stage.adapter
     lines = [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
-    return Tuned(trainer, path, ray_cluster.load([engine], "tuned", 2, AdapterFiles.read(path)), lines)
+    return Tuned(of_stage.trainers, path, ray_cluster.load([engine], "tuned", 2, AdapterFiles.read(path)), lines)
 
 
 @pytest.fixture
@@ -240,9 +247,8 @@ async def served(model: Path, tmp_path: Path, free_port: int) -> AsyncIterator[S
         stop_server(process)
 
 
-def trainer_of(model: Path, directory: Path) -> Any:
-    from flywheel.training.optim.trainer import Trainer
-
+def stage_of(model: Path, directory: Path) -> StageWork:
+    """A stage of SFT whose trainer is in this process."""
     batch = 2
     settings = Config.model_validate(
         {
@@ -261,9 +267,7 @@ def trainer_of(model: Path, directory: Path) -> Any:
         }
     )
     spec = round_spec(seed=3, base_model=str(model), settings=settings.model_dump(mode="json"))
-    trainer = Trainer(spec, str(directory), threads=ray_cluster.cpu_threads())
-    trainer.start(None)
-    return trainer
+    return work(spec, settings, directory, TrainersHere(spec), "sft")
 
 
 def encoded(engine: Any, texts: Sequence[str]) -> list[Prompt]:
@@ -276,13 +280,13 @@ def encoded(engine: Any, texts: Sequence[str]) -> list[Prompt]:
 
 
 def lora_b(trainer: Any) -> list[Any]:
-    return [weight for name, weight in trainer._model.named_parameters() if "lora_B" in name]
+    return [weight for name, weight in trainer.model.named_parameters() if "lora_B" in name]
 
 
 def loaded(engine: Any, trainer: Any, name: str, number: int, path: Path) -> LoadedAdapter:
     from flywheel.training.engine.policy import save_adapter
 
-    save_adapter(trainer._model, path)
+    save_adapter(trainer.model, path)
     return ray_cluster.load([engine], name, number, AdapterFiles.read(path))
 
 
@@ -300,14 +304,13 @@ def gap(trainer: Any, drawn: Sequence[Completion], change: Callable[[Sample], Sa
     import torch
 
     rows = [TrainingRow(place, change(sample), 1.0) for place, each in enumerate(drawn) for sample in each.samples]
-    folder = trainer._directory / "gap"
-    computing = trainer._trainer(trainer._settings, lambda _: [], lambda *_: None, TOKENS, folder / "adapter")
-    computing.model.eval()
+    loss = trainer.actor._policy._loss
+    loss.model.eval()
     found = []
-    with torch.no_grad(), computing.compute_loss_context_manager():
-        for batch in computing._tensors(rows):
-            trained = batch["tool_mask"] > 0
-            found.append((computing._logps(batch) - batch["engine_logps"])[trained])
+    with torch.no_grad():
+        for batch in loss.batches(rows, StepSize.of(rows), trainer.actor._policy.max_tokens):
+            trained = batch.tensors["tool_mask"] > 0
+            found.append((loss._logps(batch.tensors) - batch.tensors["engine_logps"])[trained])
     differences = torch.cat(found).double()
     return Gap(len(differences), float(differences.abs().mean()), float(differences.mean()))
 
@@ -328,7 +331,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(
     has_adapter: bool,
 ) -> None:
     drawn = answers(engine, prompts, random_adapter if has_adapter else None, temperature)
-    with nullcontext() if has_adapter else untuned._model.disable_adapter():
+    with nullcontext() if has_adapter else untuned.model.disable_adapter():
         found = gap(untuned, drawn)
     assert found.tokens > 100
     assert found.is_within(SAMPLED_LIMIT if temperature else GREEDY_LIMIT), found
@@ -342,7 +345,7 @@ def test_wrong_weights_and_a_wrong_prompt_show_in_the_same_figures(
 
     drawn = answers(engine, prompts, random_adapter, 1.0)
     if wrong == "base":
-        with untuned._model.disable_adapter():
+        with untuned.model.disable_adapter():
             found = gap(untuned, drawn)
     elif wrong == "shifted":
         found = gap(untuned, drawn, without_first)

@@ -1,0 +1,122 @@
+"""The trainer of a round: a Ray actor that has the policy and its optimizer, and nothing else.
+
+The worker has the loop, the rollouts, the judge and the files (`Trainers` is its handle on the actor). With
+`training.workers`, several such actors take their parts of each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from flywheel.config.file import Config
+from flywheel.config.training import Stage
+from flywheel.records.round import RoundSpec
+from flywheel.system.process import keep_freed_memory
+from flywheel.training.data.samples import Item, StepSize, TrainingRow
+from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import load_base, trainer_dtypes, with_adapter
+from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.optim.process_group import join, open_store, reach_store
+
+
+class Trainer(RoundActor):
+    """`start` comes first, then `begin` for each stage. With several actors, each method but `meet`, `adapter` and
+    `nll` must be called on all of them."""
+
+    def __init__(self, spec: RoundSpec, threads: int, rank: int = 0) -> None:
+        self._spec, self._threads, self._rank = spec, threads, rank
+        self._workers = Config.model_validate(spec.settings).training.workers
+        self._store: Any = None
+        self._base: Any = None
+        self._policy: Any = None
+        self._pieces: Iterator[tuple[str, bytes]] | None = None
+
+    def meet(self) -> tuple[str, int]:
+        """Where the other processes meet this one, which is the first: host and port."""
+        self._store = open_store(ray.util.get_node_ip_address(), self._workers)
+        return self._store.host, self._store.port
+
+    def start(self, meeting: tuple[str, int] | None = None) -> None:
+        """Load what takes long, while the engines start, and wait for the other processes, if there are any, which
+        `meet` here. Raises TrainError."""
+        # Ray starts actors with one thread; torch reads the number before its first parallel section.
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        import torch
+
+        torch.set_num_threads(self._threads)
+        if not torch.cuda.is_available():
+            # Every pass allocates the same large tensors; mapping them anew takes a fifth of a step.
+            keep_freed_memory()
+        self._base = self._loaded(Config.model_validate(self._spec.settings))
+        import flywheel.training.optim.policy_step  # noqa: F401
+
+        if meeting is not None:
+            store = self._store or reach_store(*meeting, self._workers)
+            join(store, self._rank, self._workers, ray.util.get_node_ip_address())
+
+    def begin(
+        self, stage: Stage, settings: Mapping[str, Any], steps: int, longest: int, parent: AdapterFiles | None
+    ) -> None:
+        """Load the policy that a stage of so many steps starts from, with nothing of the stage before. `settings`
+        (`Config`) are those of the stage, `longest` is the maximum length of a completion in tokens. Raises
+        TrainError."""
+        import torch
+        from accelerate.utils.memory import clear_device_cache
+        from transformers import AutoTokenizer
+
+        from flywheel.training.optim.losses import made_loss
+        from flywheel.training.optim.policy_step import PolicyStep
+
+        self._policy = self._pieces = None
+        clear_device_cache(garbage_collection=True)
+        config = Config.model_validate(settings)
+        base, self._base = self._base or self._loaded(config), None
+        with contextlib.nullcontext() if parent is None else parent.written() as folder:
+            model = with_adapter(base, self._spec.base_model, folder, config.training.lora, self._spec.seed)
+        _, compute = trainer_dtypes(self._spec.base_model, config.training.precision)
+        loss = made_loss(
+            stage,
+            model,
+            config,
+            AutoTokenizer.from_pretrained(self._spec.base_model),
+            seed=self._spec.seed,
+            compute_dtype=model.dtype if compute == "auto" else getattr(torch, compute),
+            longest=longest,
+        )
+        self._policy = PolicyStep(loss, config, steps)
+
+    def _loaded(self, config: Config) -> Any:
+        dtype, _ = trainer_dtypes(self._spec.base_model, config.training.precision)
+        return load_base(self._spec.base_model, dtype=dtype, quantization=config.model.trainer_quantization)
+
+    def restore(self, name: str, data: bytes) -> None:
+        """Go on from a file of a checkpoint. All of its files must follow `begin`."""
+        self._policy.restore(name, data)
+
+    def step(self, items: Sequence[Item], size: StepSize) -> dict[str, float]:
+        """Train on this actor's items of a step of that whole size. Returns its figures. Raises TrainError."""
+        return self._policy.step(items, size)  # type: ignore[no-any-return]
+
+    def adapter(self) -> AdapterFiles:
+        """The adapter as it is now."""
+        return self._policy.adapter()  # type: ignore[no-any-return]
+
+    def checkpoint(self) -> tuple[str, bytes] | None:
+        """The next piece of a checkpoint: the name of a file and the next of its bytes; None behind the last."""
+        if self._pieces is None:
+            self._pieces = self._policy.checkpoint()
+        piece = next(self._pieces, None)
+        if piece is None:
+            self._pieces = None
+        return piece
+
+    def nll(self, rows: Sequence[Sequence[TrainingRow]]) -> list[float | None]:
+        """The mean negative log-likelihood of each of these, in nats a token; None without a token. Raises
+        TrainError."""
+        return [self._policy.nll(each) for each in rows]

@@ -1,0 +1,195 @@
+"""The loop of a stage: what it leaves when steps have nothing to train. And what the trainer loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flywheel.config.file import Config
+from flywheel.errors import TrainError
+from flywheel.training.data.graded_rollouts import StoredSteps
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.round_directory import END_FILE
+from flywheel.training.data.round_progress import read_steps
+from flywheel.training.data.samples import RecordedReply, Sample
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.loop import Epochs, Reinforcement
+from tests.factories.round import round_spec
+from tests.factories.stage_loop import FIGURES, StandInTrainers, TrainersHere, work
+from tests.training.data.rollouts import StandIn, prompt, verdict
+
+STARTED = """
+import sys
+from flywheel.training.optim.trainer_actor import Trainer
+from tests.factories.round import round_spec
+Trainer(round_spec(), threads=1).start()
+assert "trl.trainer.grpo_trainer" in sys.modules and "trl.trainer.dpo_trainer" in sys.modules
+print([name for name in sys.modules if name.partition(".")[0] == "vllm"])
+"""
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.extended
+def test_the_trainer_does_not_load_vllm() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-3000:]
+
+
+def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
+    """And those behind the one that is gone on from are written again."""
+    settings = Config.model_validate({"training": {"steps": 20, "save_steps": 5}})
+    of_stage = work(round_spec(), settings, tmp_path, StandInTrainers())
+    assert of_stage.checkpoint() is None
+    for steps in (2, 10, 999_999, 1_000_000):
+        of_stage.trainers.save(of_stage.folder / "checkpoints", steps)
+    half_written = of_stage.folder / "checkpoints" / ".step-000012.new"
+    half_written.mkdir()
+    found, early = of_stage.checkpoint(1_000_001), of_stage.checkpoint(9)
+    assert found is not None and early is not None
+    assert (found.name, early.name) == ("step-1000000", "step-000002")
+    assert of_stage.begin("grpo", steps=20, longest=8, most=9) == 2
+    assert {path.name for path in early.parent.iterdir()} == {"step-000002", half_written.name}
+
+
+def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path) -> None:
+    settings = Config.model_validate({"training": {"sft": {"batch_size": 1, "epochs": 5}, "save_steps": 2}})
+    replies = [RecordedReply("a", (Sample((1, 20, 2), (False, True, True)),))]
+    (tmp_path / END_FILE).touch()
+    first, again = (work(round_spec(), settings, tmp_path, StandInTrainers(), "sft") for _ in range(2))
+    with pytest.raises(TrainError, match="asked its worker to end at this checkpoint") as why:
+        Epochs("sft", first, replies).run()
+    assert why.value.retryable
+    checkpoint = first.checkpoint()
+    assert checkpoint is not None and checkpoint.name == "step-000002"
+    (tmp_path / END_FILE).unlink()
+    trainers: Any = again.trainers
+    Epochs("sft", again, replies).take_steps()
+    assert (trainers.begun[0][-1], len(trainers.items)) == (checkpoint, 3)
+    assert [line["step"] for line in read_steps(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_the_figures_of_sft_are_those_of_its_tokens_and_of_held_out_replies_after_each_epoch(tmp_path: Path) -> None:
+    settings = Config.model_validate({"training": {"sft": {"batch_size": 2, "epochs": 2}}})
+    figures = {**FIGURES, "nll": 2.5, "trained_tokens": 4.0, "entropy": 1.5, "logprob_gap": 0.0, "kl": 0.0}
+    of_stage = work(round_spec(), settings, tmp_path, StandInTrainers(figures), "sft")
+    of_stage.training.steps = 3
+    replies = [RecordedReply(f"t-{n}", (Sample((1, 20, 2), (False, True, True)),)) for n in range(3)]
+    run = Epochs("sft", of_stage, replies, replies[:2])
+    run.run()
+    lines = read_steps(tmp_path)
+    assert [(line["step"], line["steps"], line["epoch"], line["replies"]) for line in lines] == [
+        (4, 7, 0.5, 2), (5, 7, 1.0, 1), (6, 7, 1.5, 2), (7, 7, 2.0, 1),
+    ]  # fmt: skip
+    assert [line.get("held_out_loss") for line in lines] == [None, 2.0, None, 2.0]
+    for line in lines:
+        assert (line["stage"], line["loss"], line["trained_tokens"], line["entropy"]) == ("sft", 2.5, 4, 1.5)
+        assert not line.keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
+    assert (run.trained, of_stage.training.steps, run.with_gradient) == (4, 7, {"t-0", "t-1", "t-2"})
+    assert of_stage.adapter.is_dir()
+
+
+class Cutting(StandIn):
+    """All rollouts of some steps, counted from 0, reach a limit. Those of the step behind `last` are stored before
+    its own, as overlap may do."""
+
+    def __init__(self, steps: Sequence[int], directory: Path, last: int) -> None:
+        self.steps, self.directory, self.last = steps, directory, last
+
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
+        cut = step in self.steps
+        made = [reply(each.prompt, (20 + n, 9), (-2.0, -2.0), "7", truncated=cut) for n, each in enumerate(requests)]
+        rollouts = zip(requests, made, strict=True)
+        graded = (Rollout(each, done, verdict(n % 2)) for n, (each, done) in enumerate(rollouts))
+        batch = RolloutBatch(tuple(graded), {"generate": 0.0, "grade": 0.0})
+        if step == self.last:
+            StoredSteps(self.directory).append(step + 1, batch, "group")
+        return batch
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("steps", "cut", "trained", "why"),
+    [
+        pytest.param(6, (2, 3, 4), 2, "step 5 has no token to train", id="what was trained is kept"),
+        pytest.param(2, (0, 1), 0, "step 2 has no token to train", id="nothing was trained"),
+        pytest.param(6, (0, 1, 2), 0, "step 3 has no token to train", id="nor in three steps"),
+        pytest.param(2, (0,), 1, "", id="a step was trained"),
+    ],
+)
+def test_what_becomes_of_steps_without_a_token_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, cut: Sequence[int], trained: int, why: str
+) -> None:
+    training = {"steps": steps, "prompts_per_step": 2, "group_size": 4, "save_steps": 1, "mask_truncated": True}
+    training = {"precision": "float32", **training}
+    settings = Config.model_validate({"training": training, "rollout": {"max_model_len": 64}})
+    spec = round_spec(settings=settings.model_dump(mode="json"))
+    of_stage = work(spec, settings, tmp_path, TrainersHere(spec))
+    monkeypatch.setattr("flywheel.training.worker.trainers.KEPT", steps)
+    prompts = [replace(prompt(f"t-{n}", (5, 6, 10 + n)), max_tokens=8) for n in range(4)]
+    collector: Any = Cutting(cut, tmp_path, last=4)
+    run = Reinforcement(of_stage, prompts, collector)
+    run.run()
+    found = run.refusal or run.ended
+    assert found.startswith(why) and bool(found) == bool(why)
+    assert bool(run.refusal) == (not trained)
+    assert run.trained == trained
+    # A later stage begins behind all that is stored.
+    assert of_stage.training.rollout_steps == (6 if trained == 2 else len(cut) + bool(trained))
+    assert of_stage.adapter.exists() is bool(trained)
+    if trained:
+        good = of_stage.checkpoint(2)
+        assert good is not None
+        name = "adapter_model.safetensors"
+        assert (of_stage.adapter / name).read_bytes() == (good / name).read_bytes()
+
+
+class Signed(StandIn):
+    """Rewards of the rollouts of each prompt differ."""
+
+    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
+        made = (reply(each.prompt, (20, 9), (-2.0, -2.0), "7") for each in requests)
+        graded = (
+            Rollout(each, done, verdict(n % 2)) for n, (each, done) in enumerate(zip(requests, made, strict=True))
+        )
+        return RolloutBatch(tuple(graded))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_engine_never_gets_the_number_of_an_adapter_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
+) -> None:
+    """Of several stages, and of adapters that are there before and after them."""
+    loaded, unloaded = list[int](), list[int]()
+
+    def load(engines: Sequence[Any], name: str, number: int, files: AdapterFiles) -> LoadedAdapter:
+        loaded.append(number)
+        return LoadedAdapter(name, number)
+
+    engine = SimpleNamespace(unload=SimpleNamespace(remote=lambda adapter: unloaded.append(adapter.number)))
+    monkeypatch.setattr(ray_cluster, "load", load)
+    monkeypatch.setattr(ray_cluster, "everywhere", lambda engines, call: list(map(call, engines)))
+    adapters = EngineAdapters([engine])
+    training = {"steps": 3, "prompts_per_step": 2, "group_size": 4, "overlap": overlap}
+    settings = Config.model_validate({"training": training})
+    prompts = [replace(prompt(f"t-{n}", (5, 6, 10 + n)), max_tokens=8) for n in range(4)]
+    parent = adapters.load("parent", AdapterFiles({}, {}))
+    for stage in ("first", "second"):
+        of_stage = replace(work(round_spec(), settings, tmp_path / stage, StandInTrainers()), adapters=adapters)
+        collector: Any = Signed()
+        Reinforcement(of_stage, prompts, collector).take_steps()
+    candidate = adapters.load("candidate", AdapterFiles({}, {}))
+    assert (loaded[0], loaded[-1]) == (parent.number, candidate.number)
+    assert len(set(loaded)) == len(loaded) == 2 + 2 * (3 - overlap)
+    assert set(unloaded) < set(loaded) - {parent.number, candidate.number}
