@@ -81,7 +81,7 @@ def _refused() -> dict[str, tuple[str, str]]:
     for at, table in enumerate((INSTEAD, NOTHING)):
         for names, text in table.items():
             for each in names.split():
-                for name in {each, each.rpartition(".")[2]}:
+                for name in dict.fromkeys((each, each.rpartition(".")[2])):
                     said.setdefault(name, ([], []))[at].append(text)
     return {
         name: (

@@ -15,7 +15,7 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.graded_rollouts import StoredSteps
-from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.round_directory import END_FILE
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample
@@ -25,7 +25,7 @@ from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.loop import Epochs, Reinforcement
 from tests.factories.round import round_spec
 from tests.factories.stage_loop import FIGURES, StandInTrainers, TrainersHere, work
-from tests.training.data.rollouts import StandIn, prompt, verdict
+from tests.training.data.rollouts import StandIn, prompt, reply, verdict
 
 STARTED = """
 import sys
