@@ -13,7 +13,7 @@ from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Pair, Sample, StepSize
-from flywheel.training.optim.epochs import stage_settings
+from flywheel.training.optim.epochs import minibatches, stage_settings
 from tests.factories.pair import PAIRS, pair_sample
 from tests.factories.policy_training import OutOfMemory, Trained, policy, policy_step
 from tests.factories.round import POLICY
@@ -158,6 +158,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(hal
     training = configured.training.model_copy(update={"micro_batch_tokens": 2 * PAIRS[1].tokens})
     configured = configured.model_copy(update={"training": training})
     pairs = [*PAIRS, replace(PAIRS[0], task_id="d", chosen=PAIRS[0].rejected, rejected=PAIRS[0].chosen)]
+    pairs = [pairs[place] for place in minibatches(len(pairs), 4, 1, seed=3)[0]]
     calm = train(configured, pairs)
     [(_, wanted)] = calm.logs
     # Two micro-batches of two pairs, each with a pass of the policy and then one of the reference without gradients.
