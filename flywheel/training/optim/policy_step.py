@@ -199,7 +199,7 @@ class PolicyStep:
 
     def _total(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
-        return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum")  # type: ignore[no-any-return]
+        return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum")
 
     def adapter(self) -> AdapterFiles:
         """The adapter as it is now."""
