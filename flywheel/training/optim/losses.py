@@ -308,8 +308,10 @@ class PairLoss(DPOTrainer):  # type: ignore[misc]
 
     def part(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         names, pairs = ("input_ids", "attention_mask", "completion_mask"), len(batch.lengths)
+        # Parts of a divided micro-batch have no padding of other parts.
+        own = {name: batch.tensors[name][..., : max(batch.lengths)] for name in names}
         # TRL has all chosen replies first: (2B, T).
-        inputs = {name: batch.tensors[name].transpose(0, 1).flatten(0, 1) for name in names}
+        inputs = {name: value.transpose(0, 1).flatten(0, 1) for name, value in own.items()}
         try:
             # TRL's loss is the mean over the pairs of the micro-batch, and so are its figures.
             loss = self._compute_loss(self.model, inputs, False) * (pairs / int(batch.tensors["whole"]))

@@ -8,7 +8,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,19 +201,15 @@ LONGEST, STEPS = 24, 10
 @pytest.mark.parametrize(
     ("rate", "on_collapse"),
     [
-        (0.1, "gate"),
-        pytest.param(0.1, "refuse", marks=pytest.mark.extended),
+        (0.05, "gate"),
+        pytest.param(0.05, "refuse", marks=pytest.mark.extended),
         pytest.param(1e-3, "refuse", marks=pytest.mark.extended),
     ],
 )
 def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, on_collapse: str
 ) -> None:
-    import torch
     from transformers import AutoTokenizer
-
-    from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim import trainer_actor
 
     training = {
         "steps": STEPS,
@@ -236,20 +231,16 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
         if len(ids) == 27:
             answers[f"t-{number}"] = question.answer
             prompts.append(replace(prompt(f"t-{number}", ids), max_tokens=LONGEST))
-    spec = round_spec(seed=3, base_model=str(POLICY), settings=settings.model_dump(mode="json"))
-    lora = settings.training.lora
-    new = partial(load_policy, str(POLICY), None, lora, seed=1, dtype="float32")
-    monkeypatch.setattr(trainer_actor, "with_adapter", lambda *_: new())
+    spec = round_spec(seed=1, base_model=str(POLICY), settings=settings.model_dump(mode="json"))
     trainers = TrainersHere(spec)
     of_stage = work(spec, settings, tmp_path, trainers)
-    torch.manual_seed(1)
     collector: Any = Sampled(lambda: trainers.model, tokenizer, answers)
     # All checkpoints stay, so that which one is taken does not depend on when the policy collapses.
     monkeypatch.setattr("flywheel.training.worker.trainers.KEPT", STEPS)
     run, counted = Reinforcement(of_stage, prompts, collector), of_stage.training
     run.run()
     lines = metrics_of(tmp_path)
-    if rate < 0.1:
+    if rate < 0.05:
         assert (run.refusal, run.ended, counted.rollout_steps) == ("", "", STEPS)
         assert of_stage.adapter.is_dir()
         return

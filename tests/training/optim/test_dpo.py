@@ -13,7 +13,7 @@ from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Pair, Sample, StepSize
-from flywheel.training.optim.epochs import stage_settings
+from flywheel.training.optim.epochs import minibatches, stage_settings
 from tests.factories.pair import PAIRS, pair_sample
 from tests.factories.policy_training import OutOfMemory, Trained, policy, policy_step
 from tests.factories.round import POLICY
@@ -40,10 +40,15 @@ def settings(**dpo: Any) -> Config:
 
 def train(configured: Config, pairs: Any = PAIRS, model: Any = None) -> Trained:
     """All pairs in each step, from a new adapter or from that of a model."""
+    own = stage_settings(configured, "dpo", len(pairs))
+    return Trained(pairs, model or new(configured), stage="dpo", settings=own)
+
+
+def new(configured: Config) -> Any:
+    """A policy with a new adapter."""
     from flywheel.training.engine.policy import load_policy
 
-    model = model or load_policy(str(POLICY), None, configured.training.lora, seed=3)
-    return Trained(pairs, model, stage="dpo", settings=stage_settings(configured, "dpo", len(pairs)))
+    return load_policy(str(POLICY), None, configured.training.lora, seed=3)
 
 
 def gains(tuned: Any, reference: Any, pairs: Any = PAIRS) -> list[float]:
@@ -153,11 +158,12 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(hal
     training = configured.training.model_copy(update={"micro_batch_tokens": 2 * PAIRS[1].tokens})
     configured = configured.model_copy(update={"training": training})
     pairs = [*PAIRS, replace(PAIRS[0], task_id="d", chosen=PAIRS[0].rejected, rejected=PAIRS[0].chosen)]
-    calm = train(configured, pairs, policy())
+    pairs = [pairs[place] for place in minibatches(len(pairs), 4, 1, seed=3)[0]]
+    calm = train(configured, pairs)
     [(_, wanted)] = calm.logs
     # Two micro-batches of two pairs, each with a pass of the policy and then one of the reference without gradients.
     for at in (0, 1, 2, 3) if half == "forward" else (0, 2):
-        failing = OutOfMemory(model := policy(), half, at=at)
+        failing = OutOfMemory(model := new(configured), half, at=at)
         done = train(configured, pairs, model)
         assert len(failing.sizes) > at + 1 + 4
         [(_, logs)] = done.logs
