@@ -69,6 +69,7 @@ class Collector:
         meter: Meter | None = None,
         store: GradedRollouts | None = None,
         calls: EngineCalls | None = None,
+        check: Callable[[], None] = check_stopped,
     ) -> Self:
         """A collector by the settings of a round."""
         reward = settings.rollout.weights
@@ -81,6 +82,7 @@ class Collector:
             weights=RewardWeights(reward.rubric, reward.workflow, settings.rollout.loop_reward, reward.range),
             store=store,
             calls=calls,
+            check=check,
         )
 
     def __init__(
@@ -94,10 +96,12 @@ class Collector:
         weights: RewardWeights | None = None,
         store: GradedRollouts | None = None,
         calls: EngineCalls | None = None,
+        check: Callable[[], None] = check_stopped,
     ) -> None:
         """`meter` counts the completed rollouts. `weights` are for those of the user's agent, which are not graded if
         the rubric has none. `store` gets each rollout, and may have some already. Without `calls`, engines are actors
-        of Ray. Those that are lost are taken out of their list."""
+        of Ray. Those that are lost are taken out of their list. `check` is called again and again while something is
+        waited for, also in several threads, and may end the wait by an error."""
         if calls is None:
             # Imported here: other engines work without Ray.
             from flywheel.training.engine.ray_cluster import RayCalls
@@ -111,7 +115,7 @@ class Collector:
         self._store = store
         self._timeout = timeout_seconds
         self._threads = _GradingThreads(max_thread)
-        self._is_closed = False
+        self._check_others, self._is_closed = check, False
 
     @property
     def weights(self) -> RewardWeights:
@@ -188,7 +192,7 @@ class Collector:
             self._meter.generated()
 
         def batch() -> RolloutBatch:
-            made = _with_grades(rollouts, grades, check_stopped)
+            made = _with_grades(rollouts, grades, self._check_others)
             seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
             return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
 
@@ -229,7 +233,7 @@ class Collector:
         self._is_closed = True
 
     def _check(self, engines: _Dispatch) -> None:
-        check_stopped()
+        self._check_others()
         if self._is_closed:
             engines.cancel()
             raise futures.CancelledError

@@ -35,7 +35,7 @@ from flywheel.training.optim.losses import Loss, MicroBatch, RowLoss
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 32 << 20
+PIECE_BYTES: Final = 8 << 20
 """Of a checkpoint, in its pieces: about so many."""
 OPTIMIZER_FILES: Final = "optimizer-"
 """Prefix of the files of a checkpoint that have the optimizer's state, of some weights each."""

@@ -165,9 +165,8 @@ class Reinforcement(Loop[RolloutBatch]):
             self._checks.recalled(batch, entropies.get(self.before + step + 1))
         if done:
             log.info("%s goes on from its checkpoint after step %d", self.work.spec.round_id, self.before + done)
-        known = {"steps": self.before + self.steps, "step": self.before + done}
-        rewards = {"reward_first": self.reward_first, "reward": self.reward_last}
-        self.work.meter.enter("training", self._rollouts.count, **known, **rewards)
+        now = {"step": self.before + done, "reward_first": self.reward_first, "reward": self.reward_last}
+        self.work.meter.enter("training", self._rollouts.count, steps=self.before + self.steps, **now)
 
     def collect(self, step: int) -> RolloutBatch:
         """The graded rollouts of a step: those that an earlier worker has stored, or new ones."""

@@ -14,6 +14,7 @@ from flywheel.config.file import Config
 from flywheel.config.training import Stage
 from flywheel.judge.usage import Purpose
 from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundResult, RoundSpec, Suite
+from flywheel.system.signals import check_stopped
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import add_usage
@@ -141,7 +142,8 @@ class Round:
         assert self.trainers is not None
         of_round = self.spec, self.settings, self.directory, training, self.trainers, self.adapters, self.meter
         work, before = StageWork(*of_round, folder=adapter.parent), training.steps
-        with self._collector(self._grade_for(Purpose.ROUNDS)) as collector:
+        # A process of the trainer may die while the judge is waited for.
+        with self._collector(self._grade_for(Purpose.ROUNDS), self.trainers.check) as collector:
             loop, refusal = StageItems(work, self.engines, collector).loop(stage, prompts, held_out)
             steps, why = training.steps - before, ""
             if loop is not None:
@@ -209,8 +211,9 @@ class Round:
         spec = self.spec if suite is None else self.spec.model_copy(update={"rubric": suite.rubric})
         return self._make_grade(spec, self.directory, purpose, self.meter.pause)
 
-    def _collector(self, grade: Grade) -> Collector:
-        return Collector.of(self.settings, self.engines, grade, self.meter, GradedRollouts(self.directory))
+    def _collector(self, grade: Grade, check: Callable[[], None] = check_stopped) -> Collector:
+        store = GradedRollouts(self.directory)
+        return Collector.of(self.settings, self.engines, grade, self.meter, store, check=check)
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:

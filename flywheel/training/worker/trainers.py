@@ -13,6 +13,7 @@ import ray
 from flywheel.config.file import Config
 from flywheel.config.training import Stage
 from flywheel.errors import TrainError
+from flywheel.system.signals import check_stopped
 from flywheel.training.data.samples import Item, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
@@ -28,6 +29,8 @@ class Trainers:
     def __init__(self, actors: Sequence[Any]) -> None:
         """Several must have met: see `Trainer`."""
         self.actors = list(actors)
+        self._signs: list[Any] = []
+        """Of life, that were asked for last."""
 
     def begin(
         self,
@@ -76,6 +79,14 @@ class Trainers:
                 name, data = piece
                 with (folder / name).open("ab") as file:
                     file.write(data)
+
+    def check(self) -> None:
+        """Raise TrainError if an actor has died. Does not wait for those that are at work. May be called in several
+        threads."""
+        check_stopped()
+        ended, running = ray.wait(self._signs, num_returns=len(self._signs), timeout=0) if self._signs else ([], [])
+        ray_cluster.wait(ended)
+        self._signs = running or [actor.__ray_ready__.remote() for actor in self.actors]
 
     def end(self) -> None:
         for actor in self.actors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ from tests.factories.round import POLICY
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BETA = 0.3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several, matrix products of other shapes are summed in another order, which the first step amplifies."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def settings(**dpo: Any) -> Config:

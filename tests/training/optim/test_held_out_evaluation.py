@@ -298,7 +298,7 @@ def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
         for name, own in (("same", "right"), ("other", "other"))
     ]
     collectors = [Noted(), Wavering(), Noted()]
-    monkeypatch.setattr(Collector, "of", lambda *_: nullcontext(collectors.pop(0)))
+    monkeypatch.setattr(Collector, "of", lambda *_, **__: nullcontext(collectors.pop(0)))
     gate = GateComparison(spec, settings, tmp_path, found._collector_of)
     whole = gate.of(prompts, [(suites[0], prompts), (suites[1], prompts[:2])], (CANDIDATE, None))
     assert (whole.tasks, whole.gain) == (8, 0.0)
