@@ -338,7 +338,7 @@ def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path)
 def test_a_worker_plans_its_engines_without_vllm() -> None:
     """Only the engine's actor loads it."""
     code = (
-        "import sys; sys.modules['vllm'] = None; from flywheel.training.worker.training_round import Engine, Round;"
+        "import sys; sys.modules['vllm'] = None; from flywheel.training.worker.round import Round;"
         "from flywheel.config.file import Config; from flywheel.serving.server.vllm_command import chat_arguments;"
         "print(chat_arguments('/m/Qwen3-4B', Config().serving)[:1])"
     )

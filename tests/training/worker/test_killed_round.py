@@ -387,8 +387,8 @@ def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, done: D
     assert len(now) == SAMPLES * COMPARED
     # Batches differ, so a rare token may fall on the other side of a tie.
     assert sum(before[key] != now[key] for key in before) <= 2
-    assert sum(base[key] != now[key] for key in before) > 4
-    assert sum(said(done, "candidate")[key] != now[key] for key in before) > 4
+    assert sum(base[key] != now[key] for key in before) > 2
+    assert sum(said(done, "candidate")[key] != now[key] for key in before) > 2
 
 
 def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, done: Done) -> None:

@@ -91,6 +91,9 @@ class Trainer:
     def save(self, folder: Path, step: int) -> None:
         """Nothing is gone on with."""
 
+    def check(self) -> None:
+        """It never dies."""
+
     def end(self) -> None:
         """There is no process."""
 
@@ -355,7 +358,7 @@ def test_without_a_pair_dpo_is_skipped_or_the_round_refused(engine: Any, tmp_pat
     assert "dpo" not in [call[0] for call in calls]
     assert made.stages[-1].outcome == "skipped"
     count = 4 if "sft" in stages else 8
-    reason = f"none of {count} tasks has a better and a worse reply: the rewards of its rollouts differ by less"
+    reason = f"none of {count} tasks has a better and a worse reply: the scores of the better"
     assert made.stages[-1].reason.startswith(reason)
     assert len(made.left_out) == count
     assert bool(made.refusal) == (stages == ["dpo"])
