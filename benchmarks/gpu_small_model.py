@@ -18,7 +18,7 @@ from demo.support_desk.messages import DESK, HELD_OUT, Kind, Message
 from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.policy import save_adapter
+from tests.factories.policy import save_adapter
 
 CONFIGURATION: Final = Path(__file__).parent.parent / "configs" / "demo-real.yaml"
 REPLIES: Final = 128

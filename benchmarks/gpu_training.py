@@ -25,11 +25,12 @@ from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow
-from flywheel.training.engine.policy import load_policy, trainer_dtypes
+from flywheel.training.engine.policy import trainer_dtypes
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from flywheel.training.optim.losses import made_loss
 from flywheel.training.optim.policy_step import PolicyStep
 from flywheel.training.worker.trainers import refuse_not_finite
+from tests.factories.policy import load_policy
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"

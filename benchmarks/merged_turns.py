@@ -32,9 +32,9 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from transformers import AutoTokenizer
 
-    from flywheel.training.engine.policy import load_policy
     from flywheel.training.optim.losses import made_loss
     from flywheel.training.optim.policy_step import PolicyStep
+    from tests.factories.policy import load_policy
 
     steps = 2 * (repeats + 1)
     settings = Config.model_validate(

@@ -62,7 +62,8 @@ def train_with_trl(work: Work, url: str, directory: Path) -> tuple[float, float,
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import import_utils
 
-    from flywheel.training.engine.policy import load_policy, trainer_dtypes
+    from flywheel.training.engine.policy import trainer_dtypes
+    from tests.factories.policy import load_policy
 
     # As the round's trainer does: TRL would import vLLM, which it does not use here.
     import_utils.is_vllm_available = lambda *_, **__: False

@@ -57,7 +57,7 @@ from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import RolloutBatch
 from flywheel.training.data.rollout_file import write_answers
-from flywheel.training.data.round_directory import clear, go_on, identity_of, is_of
+from flywheel.training.data.round_directory import FORMAT, clear, go_on, identity_of, is_of
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine.remote_engine import (
     LocalCalls,
@@ -208,7 +208,9 @@ class Evaluation:
     def directory(self) -> Path:
         """Where its files are: equal evaluations have the same."""
         remote = self.model.remote
-        key = [identity_of(self.spec), remote and [remote.base_url, remote.model]]
+        # Those of earlier formats of a round's files are not measured again.
+        parts = {name: part for name, part in identity_of(self.spec).items() if name != FORMAT}
+        key = [parts, remote and [remote.base_url, remote.model]]
         name = hashlib.sha256(json_line(key)).hexdigest()[:16]
         return self.settings.state_dir / evaluation_log.FOLDER / name
 

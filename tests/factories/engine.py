@@ -39,7 +39,7 @@ def strange_adapter(engine: Any, number: int, path: Path) -> LoadedAdapter:
     """An adapter that changes what the policy says beyond recognition, written there and loaded."""
     import torch
 
-    from flywheel.training.engine.policy import load_policy, save_adapter
+    from tests.factories.policy import load_policy, save_adapter
 
     model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
     with torch.no_grad():

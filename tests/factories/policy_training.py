@@ -40,7 +40,7 @@ def policy(base: Path = POLICY) -> Any:
     """A policy in float32 with an adapter that has an effect."""
     import torch
 
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     model = load_policy(str(base), None, LoraSettings(r=8, alpha=16), seed=1, dtype="float32")
     torch.manual_seed(3)

@@ -87,7 +87,7 @@ class TrainersHere(Trainers):
         parent: AdapterFiles | None,
         checkpoint: Path | None = None,
     ) -> None:
-        self.actor.begin(stage, settings.model_dump(mode="json"), steps, longest, parent)
+        self.actor.begin(stage, settings, steps, longest, parent)
         for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
             self.actor.restore(path.name, path.read_bytes())
 

@@ -124,7 +124,7 @@ class Processes:
         own = own if stage == "grpo" else stage_settings(own, stage, items)
         steps = own.training.steps
         if self.workers == 1:
-            self.alone.begin(stage, own.model_dump(mode="json"), steps, LONGEST, self.parent)
+            self.alone.begin(stage, own, steps, LONGEST, self.parent)
         else:
             self.trainers.begin(stage, own, steps, LONGEST, self.parent, checkpoint)
 

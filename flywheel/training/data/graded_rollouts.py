@@ -6,6 +6,7 @@ Those of a complete step are in its file (`rollout_file`), and those of unfinish
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Mapping
@@ -81,12 +82,15 @@ class StoredSteps:
     """The complete steps of a stage, counted from 0: those that a further worker goes on with."""
 
     def __init__(self, directory: Path, before: int = 0) -> None:
-        """Earlier stages took so many steps `before`. Files behind the complete steps are removed: one that is not
-        usable, those behind a step without a file, which were made with weights that further workers do not have, and
-        what a worker left that was killed while it wrote one. Raises StoreError."""
+        """Earlier stages took so many steps `before`. Files behind the last usable step are removed: those that no
+        usable one follows, those behind a step without a file, which were made with weights that further workers do
+        not have, and what a worker left that was killed while it wrote one. Raises StoreError."""
         self._directory, self._before, self._complete = directory, before, 0
-        while (path := self._path(self._complete)).exists() and read_summary(path)[0].is_usable:
-            self._complete += 1
+        for step in itertools.count():
+            if not (path := self._path(step)).exists():
+                break
+            if read_summary(path)[0].is_usable:
+                self._complete = step + 1
         for path in step_files(directory):
             if int(path.stem) > before + self._complete:
                 path.unlink()

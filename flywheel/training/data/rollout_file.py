@@ -120,7 +120,8 @@ def read_summary(path: Path) -> tuple[StepSummary, int]:
 
 def step_files(directory: Path) -> list[Path]:
     """The files of the steps in their order."""
-    return sorted((directory / ROLLOUTS_DIR).glob("[0-9]*.jsonl"), key=lambda path: int(path.stem))
+    found = (path for path in (directory / ROLLOUTS_DIR).glob("*.jsonl") if path.stem.isdecimal())
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 def rollout_files(directory: Path) -> list[Path]:
@@ -169,7 +170,7 @@ def _grouped(rollouts: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[Roll
 
 def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """The rollouts of a file with the lengths of their lines."""
-    first = 2 if path.parent.name == ROLLOUTS_DIR else 1
+    first = 2 if path.parent.name == ROLLOUTS_DIR and path.stem.isdecimal() else 1
     for number, line in _numbered(path):
         if number >= first:
             yield _parsed(line, path, f"line {number}"), len(line)

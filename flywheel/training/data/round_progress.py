@@ -189,6 +189,17 @@ class Metrics:
             return
         self._append({"event": "step", "step": step, "steps": steps, **figures})
 
+    def remove(self, stage: str, behind: int) -> None:
+        """Remove the lines of a stage's steps behind a number: their rollouts were removed, and are made anew."""
+        gone = {each for each in self._known if each[0] == stage and each[1] > behind}
+        if gone:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            found = ((line, _measured(line)) for line in lines)
+            write_atomic(
+                self.path, b"".join(line for line, of in found if (of.get("stage"), of.get("step")) not in gone)
+            )
+            self._known -= gone
+
     def _append(self, line: dict[str, Any]) -> None:
         append_jsonl(self.path, [{**_finite(line), "at": datetime.now(UTC).isoformat()}])
 

@@ -39,7 +39,7 @@ class AdapterFiles:
             for name, data in self.contents.items():
                 (folder / name).write_bytes(data)
         except OSError as error:
-            hint = "Free space where Ray keeps its temporary files on that node."
+            hint = f"Free space in {folder.parent} on that node."
             raise TrainError(attempted, error.strerror or str(error), hint, retryable=True) from error
 
     @contextlib.contextmanager

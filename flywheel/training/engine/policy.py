@@ -158,22 +158,6 @@ def adapter_dtype_kept(model: Any) -> Iterator[None]:
             weight.data = data.to(weight.device)
 
 
-def load_policy(
-    base: str,
-    parent: AdapterRef | None,
-    lora: LoraSettings,
-    seed: int,
-    *,
-    dtype: str | None = None,
-    quantization: Quantization | None = None,
-) -> Any:
-    """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect. The base
-    model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision.
-    Raises TrainError where a `quantization` or the layers of `lora` are not possible."""
-    model = load_base(base, dtype=dtype or base_dtype(base), quantization=quantization)
-    return with_adapter(model, base, None if parent is None else Path(parent.path), lora, seed)
-
-
 def load_base(base: str, *, dtype: str, quantization: Quantization | None) -> Any:
     """The base model. Raises TrainError where a `quantization` is not possible."""
     from transformers import AutoModelForCausalLM
@@ -186,7 +170,9 @@ def load_base(base: str, *, dtype: str, quantization: Quantization | None) -> An
 
 
 def with_adapter(model: Any, base: str, parent: Path | None, lora: LoraSettings, seed: int) -> Any:
-    """A PeftModel of the base model `base`: see `load_policy`."""
+    """A PeftModel of the base model `base` with one trainable adapter, `default`: the parent's weights, or new ones
+    with no effect, which are float32 if the base is half precision. Raises TrainError where the layers of `lora` are
+    not possible."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import set_seed
@@ -211,11 +197,6 @@ def with_adapter(model: Any, base: str, parent: Path | None, lora: LoraSettings,
         why = "its output layer is one of them, and its adapter would not be trained"
         raise TrainError(attempted, why, "Leave the output layer out.")
     return adapted
-
-
-def save_adapter(model: Any, directory: Path) -> None:
-    """Write the adapter `default`; the directory appears atomically."""
-    appear(directory, lambda beside: write_adapter(model, beside))
 
 
 def write_adapter(model: Any, directory: Path) -> None:

@@ -170,10 +170,9 @@ def _connect(settings: RaySettings) -> None:
         ) from error
 
 
-def start(kind: type, *arguments: Any, gpus: float, within: Any = None, calls: int | None = None) -> Any:
-    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`. It has
-    so many `calls` at a time; by default one, or any number if its methods are asynchronous."""
-    options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": within, "max_concurrency": calls}
+def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
+    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`."""
+    options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": within}
     return ray.remote(kind).options(**options).remote(*arguments)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ from flywheel.config.file import Config
 from flywheel.config.training import Stage
 from flywheel.records.round import RoundSpec
 from flywheel.system.process import keep_freed_memory
+from flywheel.system.process_folder import ProcessFolder
 from flywheel.training.data.samples import Item, StepSize, TrainingRow
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.policy import load_base, trainer_dtypes, with_adapter
@@ -50,6 +53,10 @@ class Trainer(RoundActor):
         import torch
 
         torch.set_num_threads(self._threads)
+        if ray.is_initialized():
+            # PEFT writes adapters to files. What a killed process leaves of them goes with Ray's folder.
+            self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
+            tempfile.tempdir = str(self._folder.path)
         if not torch.cuda.is_available():
             # Every pass allocates the same large tensors; mapping them anew takes a fifth of a step.
             keep_freed_memory()
@@ -60,11 +67,9 @@ class Trainer(RoundActor):
             store = self._store or reach_store(*meeting, self._workers)
             join(store, self._rank, self._workers, ray.util.get_node_ip_address())
 
-    def begin(
-        self, stage: Stage, settings: Mapping[str, Any], steps: int, longest: int, parent: AdapterFiles | None
-    ) -> None:
+    def begin(self, stage: Stage, settings: Config, steps: int, longest: int, parent: AdapterFiles | None) -> None:
         """Load the policy that a stage of so many steps starts from, with nothing of the stage before. `settings`
-        (`Config`) are those of the stage, `longest` is the maximum length of a completion in tokens. Raises
+        are those of the stage, `longest` is the maximum length of a completion in tokens. Raises
         TrainError."""
         import torch
         from accelerate.utils.memory import clear_device_cache
@@ -75,21 +80,20 @@ class Trainer(RoundActor):
 
         self._policy = self._pieces = None
         clear_device_cache(garbage_collection=True)
-        config = Config.model_validate(settings)
-        base, self._base = self._base or self._loaded(config), None
+        base, self._base = self._base or self._loaded(settings), None
         with contextlib.nullcontext() if parent is None else parent.written() as folder:
-            model = with_adapter(base, self._spec.base_model, folder, config.training.lora, self._spec.seed)
-        _, compute = trainer_dtypes(self._spec.base_model, config.training.precision)
+            model = with_adapter(base, self._spec.base_model, folder, settings.training.lora, self._spec.seed)
+        _, compute = trainer_dtypes(self._spec.base_model, settings.training.precision)
         loss = made_loss(
             stage,
             model,
-            config,
+            settings,
             AutoTokenizer.from_pretrained(self._spec.base_model),
             seed=self._spec.seed,
             compute_dtype=model.dtype if compute == "auto" else getattr(torch, compute),
             longest=longest,
         )
-        self._policy = PolicyStep(loss, config, steps)
+        self._policy = PolicyStep(loss, settings, steps)
 
     def _loaded(self, config: Config) -> Any:
         dtype, _ = trainer_dtypes(self._spec.base_model, config.training.precision)

@@ -15,10 +15,9 @@ from flywheel.training.engine.adapter_files import AdapterFiles
 class EngineAdapters:
     """Those of one round. Its methods raise as `ray_cluster.everywhere`."""
 
-    def __init__(self, engines: list[Any], first: int = 1) -> None:
-        """The numbers begin with `first`."""
+    def __init__(self, engines: list[Any]) -> None:
         self._engines = engines
-        self._numbers = itertools.count(first)
+        self._numbers = itertools.count(1)
 
     def load(self, name: str, files: AdapterFiles) -> LoadedAdapter:
         """Load an adapter on every engine."""

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
 from flywheel.config.training import Stage
-from flywheel.training.data.graded_rollouts import StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, mean
+from flywheel.training.data.rollout_file import step_files
 from flywheel.training.data.round_progress import Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import adapter_of_checkpoint, appear
@@ -80,10 +80,12 @@ class Loop(ABC, Generic[Batch]):
     def record(self, step: int, batch: Batch, figures: Mapping[str, float]) -> None:
         """Write the figures of a step that was taken."""
 
-    def begin(self, most: int | None = None) -> int:
-        """Let the trainer go on from the last checkpoint, or that of at most so many steps. Returns how many steps it
-        contains."""
-        done = self.work.begin(self.stage, self.steps, self._longest, most)
+    most_steps: int | None = None
+    """The last checkpoint that it can go on from, in steps; None if any."""
+
+    def begin(self) -> int:
+        """Let the trainer go on from its last usable checkpoint. Returns how many steps that contains."""
+        done = self.work.begin(self.stage, self.steps, self._longest, self.most_steps)
         self._step_began = time.monotonic()
         return done
 
@@ -133,7 +135,7 @@ class Reinforcement(Loop[RolloutBatch]):
         while self._loaded:
             self.work.adapters.unload(self._loaded.pop())
         # Rollouts of a step behind the last one may be stored, too.
-        taken = max(self._taken, len(StoredSteps(self.work.directory, self.before)))
+        taken = max(self._taken, sum(int(path.stem) > self.before for path in step_files(self.work.directory)))
         self.work.training.rolled_out(taken, self.reward_first, self.reward_last)
 
     def close(self) -> None:
@@ -141,8 +143,9 @@ class Reinforcement(Loop[RolloutBatch]):
         self._collector.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def begin(self, most: int | None = None) -> int:
-        done = super().begin(self.most_steps if most is None else most)
+    def begin(self) -> int:
+        done = super().begin()
+        self._metrics.remove(self.stage, self.before + len(self._rollouts.stored))
         self.recall(done)
         self._step_began = time.monotonic()
         return done
@@ -262,9 +265,9 @@ class Epochs(Loop[list[Any]]):
         self.work.training.steps += self.steps
         self.with_gradient = {item.task_id for item in self._items}
 
-    def begin(self, most: int | None = None) -> int:
+    def begin(self) -> int:
         self.work.meter.enter("training", steps=self.before + self.steps)
-        return super().begin(most)
+        return super().begin()
 
     def collect(self, step: int) -> list[Any]:
         return [self._items[number] for number in self._batches[step]]

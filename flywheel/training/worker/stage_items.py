@@ -52,8 +52,10 @@ class StageItems:
         replies, why = self.replies(prompts)
         if why:
             return None, why
-        measured = self.measured(held_out)
-        return Epochs("sft", self._work, self.chosen(prompts, replies), measured), ""
+        measured, chosen = self.measured(held_out), self.chosen(prompts, replies)
+        if not chosen:
+            return None, f"none of {len(replies)} replies is left by its loss"
+        return Epochs("sft", self._work, chosen, measured), ""
 
     def replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], str]:
         """The replies to imitate; without any, the reason."""

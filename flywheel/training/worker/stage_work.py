@@ -80,7 +80,7 @@ class StageWork:
             )
 
     def _checkpoints(self) -> list[Path]:
-        return list((self.folder / CHECKPOINTS_DIR).glob("step-*"))
+        return list((self.folder / CHECKPOINTS_DIR).glob("step-*[0-9]"))
 
 
 def steps_of(checkpoint: Path) -> int:

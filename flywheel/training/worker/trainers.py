@@ -43,8 +43,7 @@ class Trainers:
     ) -> None:
         """Begin a stage of so many steps with these settings, or go on with it behind a checkpoint. `parent` is the
         adapter that the stage starts from, `longest` the maximum length of a completion in tokens."""
-        given = stage, settings.model_dump(mode="json"), steps, longest, ray.put(parent)
-        ray_cluster.on_all(self.actors, "begin", *given)
+        ray_cluster.on_all(self.actors, "begin", stage, settings, steps, longest, ray.put(parent))
         for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
             ray_cluster.on_all(self.actors, "restore", path.name, ray.put(path.read_bytes()))
 

@@ -164,6 +164,14 @@ def test_a_step_that_is_not_usable_is_kept_for_people_until_a_further_worker_mak
     assert 3 in StoredSteps(three)
 
 
+def test_a_step_without_a_reward_that_training_went_on_from_costs_none_behind_it(three: Path) -> None:
+    stored = StoredSteps(three)
+    stored.append(3, batch([None] * 4), "group", is_usable=False)
+    stored.append(4, batch([1, 0, 1, 0]), "group")
+    assert len(StoredSteps(three)) == 5
+    assert {line["step"] for line in rollouts(three)} == {1, 2, 3, 4, 5}
+
+
 def test_a_stage_has_the_steps_behind_those_before_it(three: Path) -> None:
     """Between two stages with rollouts may be steps of one without."""
     second = StoredSteps(three, before=9)

@@ -82,7 +82,7 @@ def test_only_the_trainers_frozen_base_is_quantised(
         {"model": {"trainer_quantization": quantization}, "training": {"precision": "bfloat16", "lora": {"r": 8}}}
     )
     trainer = Trainer(round_spec(settings=settings.model_dump(mode="json")), threads=1)
-    trainer.begin("grpo", settings.model_dump(mode="json"), 1, 16, None)
+    trainer.begin("grpo", settings, 1, 16, None)
     [config] = handed
     if quantization == "4bit":
         assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (
@@ -107,7 +107,7 @@ def test_the_adapter_on_a_quantised_base_stays_float32(stage: Stage) -> None:
     """TRL converts it to bfloat16, which rounds the weights of a parent and loses small steps."""
     import torch
 
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     model = load_policy(str(POLICY), None, LoraSettings(r=8), seed=1)
     model.base_model.model.is_loaded_in_4bit = True  # what TRL looks at

@@ -25,7 +25,7 @@ def rows_of_step(step: int) -> Sequence[TrainingRow]:
 
 def trained(parent: Path, **options: Any) -> Trained:
     from flywheel.config.training import LoraSettings
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     ref = AdapterRef(name="r0001", path=str(parent), sha256="")
     model = load_policy(str(POLICY), ref, LoraSettings(), seed=1, dtype="float32")
@@ -34,7 +34,7 @@ def trained(parent: Path, **options: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     directory = tmp_path_factory.mktemp("parent") / "adapter"
     save_adapter(policy(), directory)

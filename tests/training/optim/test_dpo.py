@@ -58,7 +58,7 @@ def train(configured: Config, pairs: Any = PAIRS, model: Any = None) -> Trained:
 
 def new(configured: Config) -> Any:
     """A policy with a new adapter."""
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     return load_policy(str(POLICY), None, configured.training.lora, seed=3)
 
@@ -125,7 +125,7 @@ def test_the_reference_is_what_the_stage_starts_from(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load, load_file
 
-    from flywheel.training.engine.policy import load_policy, save_adapter
+    from tests.factories.policy import load_policy, save_adapter
 
     configured = settings(learning_rate=1e-3)
     save_adapter(policy(), tmp_path / "parent")

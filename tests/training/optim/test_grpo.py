@@ -544,7 +544,7 @@ def test_a_figure_that_is_not_a_number_names_its_step_and_is_not_retried(name: s
 )
 def test_layers_that_this_model_cannot_train_are_not_tried_again(modules: list[str], why: str) -> None:
     """Models have different names of their layers, so that the settings cannot know all of them."""
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     lora = LoraSettings.model_construct(target_modules=modules, r=8, alpha=16.0, dropout=0.0)
     with pytest.raises(TrainError, match=rf"\(training\.lora\.target_modules\): .*{why}") as caught:
@@ -554,7 +554,7 @@ def test_layers_that_this_model_cannot_train_are_not_tried_again(modules: list[s
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
     from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     done = Trained(rows(), beta=0.1, micro_batch_tokens=30)
     assert done.logs[0][1]["kl"] == pytest.approx(0, abs=1e-5)
@@ -570,7 +570,8 @@ def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Pa
 def test_an_adapter_appears_whole_and_can_be_continued(tmp_path: Path) -> None:
     from flywheel.records.round import AdapterRef
     from flywheel.system.files import tree_sha256
-    from flywheel.training.engine.policy import check_parent, load_policy, other_form, rank, save_adapter
+    from flywheel.training.engine.policy import check_parent, other_form, rank
+    from tests.factories.policy import load_policy, save_adapter
 
     model = policy()
     path = tmp_path / "adapter"

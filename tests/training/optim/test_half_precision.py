@@ -104,7 +104,7 @@ def test_float16_trains_on_a_gpu(stage: Any) -> None:
 def test_an_adapter_on_a_quantised_base_trains_and_goes_on(quantization: Quantization) -> None:
     import torch
 
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     def made() -> Any:
         return load_policy(str(POLICY), None, LoraSettings(r=8), seed=1, dtype="bfloat16", quantization=quantization)
@@ -124,7 +124,7 @@ def test_two_gpus_have_the_gradient_of_one(tmp_path: Path) -> None:
     """By NCCL, which has one process for each GPU."""
     import torch
 
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs two GPUs")

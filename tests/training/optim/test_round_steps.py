@@ -26,7 +26,7 @@ from flywheel.training.data.rollout import (
     RolloutBatch,
     RolloutRequest,
 )
-from flywheel.training.data.round_progress import Meter
+from flywheel.training.data.round_progress import Meter, read_steps
 from flywheel.training.data.samples import TrainingRow
 from flywheel.training.optim.collapse import CollapsedError
 from flywheel.training.optim.round_steps import (
@@ -342,8 +342,12 @@ def test_a_round_goes_on_from_before_a_step_whose_rollouts_were_removed(tmp_path
     with run_of(tmp_path, differing, steps=6) as run:
         train(run, 4)
     rollout_file.step_file(tmp_path, 2).unlink()
-    assert run_of(tmp_path, differing, steps=6).most_steps == 1
+    again = run_of(tmp_path, differing, steps=6)
+    assert again.most_steps == 1
     assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == {1}
+    again.begin()
+    # The figures of the others were those of the rollouts that are gone.
+    assert [line["step"] for line in read_steps(tmp_path)] == [1]
 
 
 def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_tokens_without_an_engine_are_trained_and_the_first_never_is() -> None:
 def test_a_short_run_has_a_learning_rate_and_one_that_changes_nothing_is_seen(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from flywheel.training.engine.policy import load_policy
+    from tests.factories.policy import load_policy
 
     def trained(name: str, parent: Path | None = None, count: int = 1, **own: Any) -> Path:
         settings = settings_of(count, **{"epochs": 1, "batch_size": 1, **own})

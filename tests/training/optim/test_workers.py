@@ -41,7 +41,7 @@ def undivided(figures: Mapping[str, float]) -> list[str]:
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
     """An adapter that has an effect."""
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     directory = tmp_path_factory.mktemp("parent") / "adapter"
     save_adapter(policy(), directory)
@@ -198,7 +198,7 @@ def test_a_row_for_which_one_process_lacks_memory_ends_all_with_its_length(two: 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(tmp_path: Path, two: Processes) -> None:
     """With dropout: the random numbers of each process go on, too. The last two checkpoints stay."""
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     adapter = policy()
     for config in adapter.peft_config.values():

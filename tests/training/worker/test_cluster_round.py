@@ -120,7 +120,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def parent(directory: Path) -> AdapterRef:
     """An adapter with an effect, where only the worker can read it."""
     from flywheel.config.training import LoraSettings
-    from flywheel.training.engine.policy import load_policy, save_adapter
+    from tests.factories.policy import load_policy, save_adapter
     from tests.factories.round import POLICY
 
     directory.mkdir()

@@ -98,6 +98,20 @@ def test_the_figures_of_sft_are_those_of_its_tokens_and_of_held_out_replies_afte
     assert of_stage.adapter.is_dir()
 
 
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_stage_of_fewer_steps_than_its_warm_up_trains(tmp_path: Path) -> None:
+    """Its number of steps follows from its replies, which no configuration knows."""
+    own = {"batch_size": 2, "epochs": 1, "warmup_steps": 50, "learning_rate": 1e-2}
+    settings = Config.model_validate({"training": {"sft": own, "stages": ["sft"], "precision": "float32"}})
+    spec = round_spec(settings=settings.model_dump(mode="json"))
+    of_stage = work(spec, settings, tmp_path, TrainersHere(spec), "sft")
+    replies = [RecordedReply(f"t-{n}", (Sample((1, 20, 2), (False, True, True)),)) for n in range(6)]
+    Epochs("sft", of_stage, replies).run()
+    assert [line["learning_rate"] for line in read_steps(tmp_path)] == [0.0, 5e-3, 1e-2]
+
+
 class Cutting(StandIn):
     """All rollouts of some steps, counted from 0, reach a limit. Those of the step behind `last` are stored before
     its own, as overlap may do."""

@@ -92,7 +92,7 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
     endpoint are both sampled from the new weights."""
     import torch
 
-    from flywheel.training.engine.policy import load_policy, save_adapter
+    from tests.factories.policy import load_policy, save_adapter
 
     adapter: LoadedAdapter | None = None
 

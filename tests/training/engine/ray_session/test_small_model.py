@@ -284,7 +284,7 @@ def lora_b(trainer: Any) -> list[Any]:
 
 
 def loaded(engine: Any, trainer: Any, name: str, number: int, path: Path) -> LoadedAdapter:
-    from flywheel.training.engine.policy import save_adapter
+    from tests.factories.policy import save_adapter
 
     save_adapter(trainer.model, path)
     return ray_cluster.load([engine], name, number, AdapterFiles.read(path))
