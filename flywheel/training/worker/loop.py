@@ -80,8 +80,10 @@ class Loop(ABC, Generic[Batch]):
     def record(self, step: int, batch: Batch, figures: Mapping[str, float]) -> None:
         """Write the figures of a step that was taken."""
 
-    most_steps: int | None = None
-    """The last checkpoint that it can go on from, in steps; None if any."""
+    @property
+    def most_steps(self) -> int | None:
+        """The last checkpoint that it can go on from, in steps; None if any."""
+        return None
 
     def begin(self) -> int:
         """Let the trainer go on from its last usable checkpoint. Returns how many steps that contains."""
