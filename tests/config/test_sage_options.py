@@ -55,7 +55,9 @@ def test_the_estimator_of_astuners_trainer_is_read(caplog: pytest.LogCaptureFixt
     [record] = caplog.records
     assert "without effect: astuner.trainer_common.total_epochs; " in record.message
     assert "adv_estimator` is gae: PPO is no part" in refusal(common(adv_estimator="gae"))
-    assert "adv_estimator` is rloo, which Flywheel does not have" in refusal(common(adv_estimator="rloo"))
+    for other in ("rloo", "dpo"):
+        complaint = f"adv_estimator` is {other}, which Flywheel does not take. Set it to grpo. See"
+        assert complaint in refusal(common(adv_estimator=other))
     assert "training.beta" in refusal(common(use_kl_in_reward=True))
 
 
@@ -121,7 +123,7 @@ def test_what_chooses_the_samples_of_a_round_in_sage_is_refused_with_what_does_h
         ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `dpo_config.beta`?)"),
         ({"dpo_config": {"loss_type": "ipo", "label_smoothing": 0.1}}, "only the loss sigmoid has it"),
         ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
-        ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not have. Use dpo or grpo"),
+        ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not take. Set it to dpo or grpo. See"),
         ({"rl_config": {"algorithm": "dpo", "nmu": 1}}, "unknown key `rl_config.nmu`"),
         ({"algorithm": {"algorithm_type": "grpo"}}, "it is a configuration of Trinity-RFT"),
     ],
