@@ -130,7 +130,8 @@ class Table:
         meant = self.meant_by(key)
         if key.startswith(self.closed) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
-            known = ", ".join(name.removeprefix(f"{above}.") for name in self.uses if name.startswith(f"{above}."))
+            names = (name for name in (*self.uses, *self.only) if name.startswith(f"{above}."))
+            known = ", ".join(name.removeprefix(f"{above}.") for name in names)
             hint = f" (did you mean `{meant}`?)" if meant else f" (known here: {known})" if known else ""
             return Row(place, value, "refused", why=f"unknown key `{place}`{hint}", hint="Correct it.")
         why = self.reasons.get(f"{key}={value}") or self.reason(key) or "Flywheel has nothing like it"

@@ -121,6 +121,10 @@ def test_what_chooses_the_samples_of_a_round_in_sage_is_refused_with_what_does_h
         ({"dpo_config": {"reference_free": True}}, "`dpo_config.reference_free` is True: the reference is always"),
         ({"grpo_config": {"use_advantage": False}}, "`grpo_config.use_advantage` is False: the loss of GRPO"),
         ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `dpo_config.beta`?)"),
+        (
+            {"dpo_config": {"colour": 1}},
+            "unknown key `dpo_config.colour` (known here: beta, label_smoothing, loss_type, reference_free). Correct",
+        ),
         ({"dpo_config": {"loss_type": "ipo", "label_smoothing": 0.1}}, "only the loss sigmoid has it"),
         ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
         ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not take. Set it to dpo or grpo. See"),
