@@ -163,7 +163,7 @@ def applied(rows: Sequence[Row], attempted: str, name: str, page: str) -> dict[s
     """Flywheel's settings of a file `name`. One line of the log lists the keys without effect. Raises ConfigError for
     refused keys."""
     if refused := [row for row in rows if row.outcome == "refused"]:
-        more = f" The file has {len(refused) - 1} more of them." if len(refused) > 1 else ""
+        more = f" The file has {quantity(len(refused) - 1, 'more refused key')}." if len(refused) > 1 else ""
         raise ConfigError(attempted, refused[0].why, f"{refused[0].hint}{more} See `flywheel docs {page}`.")
     made: dict[str, Any] = {}
     for row in rows:

@@ -148,4 +148,4 @@ def test_every_other_option_is_an_error_that_says_what_to_use_or_why_there_is_no
 def test_an_option_of_several_classes_has_the_keys_of_all() -> None:
     message = refusal({"num_epochs": 3, "batch_size": 1})
     assert "`training.dpo.epochs` or `training.steps` or `training.sft.epochs`" in message
-    assert "The file has 1 more of them" in message
+    assert "The file has 1 more refused key." in message
