@@ -291,6 +291,15 @@ def test_a_reader_that_cannot_be_used_is_named(tmp_path: Path, reader: dict[str,
 
 
 @pytest.mark.parametrize(
+    ("root", "value", "shown"), [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list")]
+)
+def test_a_root_that_is_no_mapping_is_named(tmp_path: Path, root: str, value: Any, shown: str) -> None:
+    for raw in ({root: value}, {root: value, "feedback_tracing": SECTION, "model": MODEL}):
+        with pytest.raises(ConfigError, match=rf"use .*: `{root}` is {shown}, not a mapping\. Correct it\. See"):
+            read(tmp_path, raw)
+
+
+@pytest.mark.parametrize(
     ("given", "path", "file"),
     [
         ("openai/gsm8k", "openai/gsm8k", "openai-gsm8k"),
