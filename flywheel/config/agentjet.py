@@ -350,6 +350,9 @@ def settings_of(
     if not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, name)
     settings, assumed = merged(made, own), list[Row]()
+    if _kind(raw) == HUB:
+        # A split that the section does not name has the section's line.
+        assumed.append(Row(f"{_root(raw)}.task_reader.{HUB}", None, "taken over", "sources.dataset.split"))
     count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
     for key, (value, why) in ASSUMED.items():
         for path in [f"sources.{n}.models.include" for n in range(count)] if key.startswith("sources.") else [key]:
