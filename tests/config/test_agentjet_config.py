@@ -230,6 +230,7 @@ def test_gpus_are_those_that_are_there_and_visible(monkeypatch: pytest.MonkeyPat
     [
         ({"backbone": "verl"}, "ajet.backbone", "flywheel export"),
         ({"backbone": "trinity"}, "ajet.backbone", "flywheel export"),
+        ({"task_judge": {"judge_type": "of_mine"}}, "ajet.task_judge.judge_type", "Set it to customized_protocol"),
         ({"task_judge": {"judge_type": "rubrics_auto_grader"}}, "ajet.task_judge.judge_type", "filter.rubric"),
         ({"task_judge": {"judge_protocol": "a->B"}}, "ajet.task_judge.judge_protocol", "rollout.user_workflow"),
     ],
