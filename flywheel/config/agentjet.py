@@ -316,6 +316,12 @@ def _program(
 
 def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
     """Refused rows for values that a file needs."""
+    wrong = [root for root in ROOTS if not isinstance(raw.get(root, {}), Mapping | None)]
+    for root in wrong:
+        shown = "a list" if isinstance(raw[root], list) else raw[root]
+        yield Row(root, raw[root], "refused", why=f"`{root}` is {shown}, not a mapping", hint="Correct it.")
+    if wrong:
+        return
     (place, traced), reader, kind = section_in(raw), f"{_root(raw)}.task_reader", _kind(raw)
     if kind not in (TRACING, *KINDS) and f"task_reader.type={kind}" not in AGENTJET.refused:
         why = f"`{reader}.type` is {kind}, which Flywheel does not take"
@@ -344,6 +350,9 @@ def settings_of(
     if not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, name)
     settings, assumed = merged(made, own), list[Row]()
+    if _kind(raw) == HUB:
+        # A split that the section does not name has the section's line.
+        assumed.append(Row(f"{_root(raw)}.task_reader.{HUB}", None, "taken over", "sources.dataset.split"))
     count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
     for key, (value, why) in ASSUMED.items():
         for path in [f"sources.{n}.models.include" for n in range(count)] if key.startswith("sources.") else [key]:

@@ -43,8 +43,8 @@ class Row(NamedTuple):
     """Why the key has no effect or is refused, why no other value is possible, or what an assumption means."""
     hint: str = ""
     """What to do about a refused key."""
-    meant: str = ""
-    """The known key that an unknown one was probably meant to be."""
+    note: str = ""
+    """What the log says of a key without effect: the key that counts instead, or the one that was probably meant."""
 
     @property
     def meaning(self) -> str:
@@ -99,12 +99,11 @@ class Table:
         given.sort(key=lambda each: order.get(each[1], len(order)))
         rows = [self._row(place, key, value, values) for place, key, value in given]
         last = {row.use: row for row in rows if row.use}
-        return [
-            Row(row.place, row.value, "without effect", why=f"{last[row.use].place} has another value")
-            if row.use and row.made != last[row.use].made
-            else row
-            for row in rows
-        ]
+        for at, row in enumerate(rows):
+            if row.use and row.made != last[row.use].made:
+                why = f"{last[row.use].place} has another value"
+                rows[at] = Row(row.place, row.value, "without effect", why=why, note=why)
+        return rows
 
     def _row(self, place: str, key: str, value: Any, values: Mapping[str, Any]) -> Row:
         possible, why = self.only.get(key, ((value,), ""))
@@ -131,11 +130,12 @@ class Table:
         meant = self.meant_by(key)
         if key.startswith(self.closed) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
-            known = ", ".join(name.removeprefix(f"{above}.") for name in self.uses if name.startswith(f"{above}."))
+            names = (name for name in (*self.uses, *self.only) if name.startswith(f"{above}."))
+            known = ", ".join(name.removeprefix(f"{above}.") for name in names)
             hint = f" (did you mean `{meant}`?)" if meant else f" (known here: {known})" if known else ""
             return Row(place, value, "refused", why=f"unknown key `{place}`{hint}", hint="Correct it.")
         why = self.reasons.get(f"{key}={value}") or self.reason(key) or "Flywheel has nothing like it"
-        return Row(place, value, "without effect", why=why, meant=meant)
+        return Row(place, value, "without effect", why=why, note=f"did you mean {meant}?" if meant else "")
 
     def reason(self, key: str) -> str:
         """Why a key, or those of a section around it, have no effect; empty if the table has no reason."""
@@ -163,16 +163,14 @@ def applied(rows: Sequence[Row], attempted: str, name: str, page: str) -> dict[s
     """Flywheel's settings of a file `name`. One line of the log lists the keys without effect. Raises ConfigError for
     refused keys."""
     if refused := [row for row in rows if row.outcome == "refused"]:
-        more = f" The file has {len(refused) - 1} more of them." if len(refused) > 1 else ""
+        more = f" The file has {quantity(len(refused) - 1, 'more refused key')}." if len(refused) > 1 else ""
         raise ConfigError(attempted, refused[0].why, f"{refused[0].hint}{more} See `flywheel docs {page}`.")
     made: dict[str, Any] = {}
     for row in rows:
         if row.use:
             put(made, row.use, row.made)
     unused = [
-        f"{row.place} (did you mean {row.meant}?)" if row.meant else row.place
-        for row in rows
-        if row.outcome == "without effect"
+        f"{row.place} ({row.note})" if row.note else row.place for row in rows if row.outcome == "without effect"
     ]
     if unused:
         log.warning("%s: without effect: %s; see `flywheel docs %s`", name, ", ".join(unused), page)

@@ -157,11 +157,12 @@ def _stages(named: list[tuple[str, Any]], raw: Mapping[str, Any]) -> Iterator[Ro
     """The row of the stage that the keys name."""
     chosen: dict[str, str] = {}
     for place, stage in named:
+        possible = ("grpo",) if place.endswith(ESTIMATOR) else ("dpo", "grpo")
         hint = "Remove one of them. `training.stages` lists several stages, each with Flywheel's keys."
         if stage in ("ppo", "gae"):
             why, hint = f"`{place}` is {stage}: {PPO}", "Use `training.stages: [grpo]`, or remove it."
-        elif stage not in (("grpo",) if place.endswith(ESTIMATOR) else ("dpo", "grpo")):
-            why, hint = f"`{place}` is {stage}, which Flywheel does not have", "Use dpo or grpo."
+        elif stage not in possible:
+            why, hint = f"`{place}` is {stage}, which Flywheel does not take", f"Set it to {' or '.join(possible)}."
         elif other := next((each for each in chosen if each != stage), ""):
             why = f"`{chosen[other]}` is of {other} and `{place}` of {stage}"
         elif has(raw, "training.stages"):

@@ -24,14 +24,15 @@ DATASET: Final[Mapping[str, str]] = {
     "total_steps": "buffer.total_steps",
 }
 """The keys of a Trinity file that the fields of `DatasetConfig` stand for."""
+# Names without a section are the last of each row: whoever adds one to a copied file wants it to count.
 USED: Final[Mapping[str, str]] = {
-    "model_path model.model_path": "model.base",
-    "group_size repeat_times algorithm.repeat_times": "training.group_size",
-    "batch_size buffer.batch_size": "training.prompts_per_step",
-    "learning_rate lr algorithm.optimizer.lr": "training.learning_rate",
+    "model.model_path model_path": "model.base",
+    "algorithm.repeat_times group_size repeat_times": "training.group_size",
+    "buffer.batch_size batch_size": "training.prompts_per_step",
+    "algorithm.optimizer.lr learning_rate lr": "training.learning_rate",
     "algorithm.optimizer.warmup_style algorithm.optimizer.lr_scheduler_type": "training.scheduler",
-    "total_steps trainer.total_steps buffer.total_steps": "training.steps",
-    "save_interval_steps trainer.save_interval": "training.save_steps",
+    "trainer.total_steps buffer.total_steps total_steps": "training.steps",
+    "trainer.save_interval save_interval_steps": "training.save_steps",
     "algorithm.kl_loss_fn_args.kl_coef": "training.beta",
     "algorithm.policy_loss_fn_args.clip_range_low": "training.clip_epsilon",
     "algorithm.policy_loss_fn_args.clip_range_high": "training.clip_epsilon_high",
@@ -40,21 +41,21 @@ USED: Final[Mapping[str, str]] = {
     "model.lora_configs.lora_rank": "training.lora.r",
     "model.lora_configs.lora_alpha": "training.lora.alpha",
     "model.lora_configs.target_modules": "training.lora.target_modules",
-    "max_model_len model.max_model_len": "rollout.max_model_len",
-    "max_tokens max_response_tokens model.max_response_tokens": "rollout.max_completion_tokens",
-    f"temperature model.temperature explorer.rollout_model.temperature {TASKSET}.rollout_args.temperature":
+    "model.max_model_len max_model_len": "rollout.max_model_len",
+    "model.max_response_tokens max_tokens max_response_tokens": "rollout.max_completion_tokens",
+    f"model.temperature explorer.rollout_model.temperature {TASKSET}.rollout_args.temperature temperature":
         "rollout.temperature",
-    "timeout max_timeout explorer.max_timeout": "rollout.agent_timeout_seconds",
-    "inference_engine_num engine_num explorer.rollout_model.engine_num": "rollout.engines",
-    "tensor_parallel_size explorer.rollout_model.tensor_parallel_size": "rollout.tensor_parallel",
+    "explorer.max_timeout timeout max_timeout": "rollout.agent_timeout_seconds",
+    "explorer.rollout_model.engine_num inference_engine_num engine_num": "rollout.engines",
+    "explorer.rollout_model.tensor_parallel_size tensor_parallel_size": "rollout.tensor_parallel",
     "explorer.rollout_model.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "tool_call_parser explorer.rollout_model.tool_call_parser": "serving.tool_call_parser",
-    "reasoning_parser explorer.rollout_model.reasoning_parser": "serving.reasoning_parser",
+    "explorer.rollout_model.tool_call_parser tool_call_parser": "serving.tool_call_parser",
+    "explorer.rollout_model.reasoning_parser reasoning_parser": "serving.reasoning_parser",
     "monitor.monitor_type": "monitor_type",
     f"{TASKSET}.path": "train_dataset.path",
     f"{TASKSET}.subset_name": "train_dataset.name",
     f"{TASKSET}.split": "train_dataset.split",
-    "total_epochs buffer.total_epochs": "train_dataset.total_epochs",
+    "buffer.total_epochs total_epochs": "train_dataset.total_epochs",
     f"{TASKSET}.format.prompt_key": "train_dataset.prompt_key",
     f"{TASKSET}.format.response_key": "train_dataset.response_key",
     EVAL_TASKSETS: "eval_dataset",
@@ -153,7 +154,7 @@ def _tasksets(row: Row) -> Iterator[Row]:
             elif inner.use:
                 yield Row(inner.place, inner.value, "without effect", why="`gate.temperature` is that of the gate")
             else:
-                yield inner._replace(why=inner.why.replace(TASKSET, place), meant=inner.meant.replace(TASKSET, place))
+                yield inner._replace(why=inner.why.replace(TASKSET, place))
     yield row._replace(outcome="replaced by", made=made)
 
 

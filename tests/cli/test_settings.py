@@ -142,6 +142,28 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     assert told_settings(of_the_hub)["model.base"] == ("Qwen/Qwen3-4B", f"{file}:2"), "no path"
 
 
+@pytest.mark.parametrize(
+    ("splits", "lines"),
+    [("", {"train": 3, "validation": 3}), ("      validation_split: test\n", {"train": 3, "test": 5})],
+)
+def test_a_split_that_a_data_set_of_agentjets_does_not_name_has_the_line_of_its_section(
+    flywheel: Run, tmp_path: Path, splits: str, lines: dict[str, int]
+) -> None:
+    file = tmp_path / "hub.yaml"
+    file.write_text(
+        "ajet:\n"
+        "  task_reader:\n"
+        "    huggingface_dat_repo:\n"
+        "      dataset_path: of/sums\n"
+        f"{splits}"
+        "    type: huggingface_dat_repo\n"
+        "  model: {path: of/model}\n"
+    )
+    found = told_settings(flywheel("config", "show", "--json", "-c", file))
+    shown = [found[f"sources.{number}.dataset.split"] for number in range(2)]
+    assert shown == [(name, f"{file}:{line}") for name, line in lines.items()]
+
+
 def test_what_agentjet_takes_is_said_with_the_settings_and_at_the_start_of_a_run(
     flywheel: Run, tmp_path: Path
 ) -> None:

@@ -230,6 +230,7 @@ def test_gpus_are_those_that_are_there_and_visible(monkeypatch: pytest.MonkeyPat
     [
         ({"backbone": "verl"}, "ajet.backbone", "flywheel export"),
         ({"backbone": "trinity"}, "ajet.backbone", "flywheel export"),
+        ({"task_judge": {"judge_type": "of_mine"}}, "ajet.task_judge.judge_type", "Set it to customized_protocol"),
         ({"task_judge": {"judge_type": "rubrics_auto_grader"}}, "ajet.task_judge.judge_type", "filter.rubric"),
         ({"task_judge": {"judge_protocol": "a->B"}}, "ajet.task_judge.judge_protocol", "rollout.user_workflow"),
     ],
@@ -288,6 +289,15 @@ def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
 def test_a_reader_that_cannot_be_used_is_named(tmp_path: Path, reader: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": reader}})
+
+
+@pytest.mark.parametrize(
+    ("root", "value", "shown"), [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list")]
+)
+def test_a_root_that_is_no_mapping_is_named(tmp_path: Path, root: str, value: Any, shown: str) -> None:
+    for raw in ({root: value}, {root: value, "feedback_tracing": SECTION, "model": MODEL}):
+        with pytest.raises(ConfigError, match=rf"use .*: `{root}` is {shown}, not a mapping\. Correct it\. See"):
+            read(tmp_path, raw)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,11 @@ def test_one_line_lists_what_has_no_effect_and_an_error_has_the_first_refused(
     assert caplog.messages == [
         "x.yaml: without effect: sectoin (did you mean section?), unknown, section.x; see `flywheel docs page`"
     ]
-    with pytest.raises(ConfigError, match=r"cannot use it: `never` is .*\. Use a\. The file has 1 more of them\."):
-        applied(TABLE.rows([("never", "never", 1), ("mode", "mode", 2)]), "use it", "x.yaml", "page")
+    refused = [("never", "never", 1), ("mode", "mode", 2), ("closed.key", "closed.key", 3)]
+    for count, more in ((1, ""), (2, " The file has 1 more refused key."), (3, " The file has 2 more refused keys.")):
+        with pytest.raises(ConfigError) as error:
+            applied(TABLE.rows(refused[:count]), "use it", "x.yaml", "page")
+        assert error.value.hint == f"Use a.{more} See `flywheel docs page`."
 
 
 @pytest.mark.parametrize("table", [AGENTJET, TRINITY, SAGE], ids=lambda table: table.page)

@@ -55,7 +55,9 @@ def test_the_estimator_of_astuners_trainer_is_read(caplog: pytest.LogCaptureFixt
     [record] = caplog.records
     assert "without effect: astuner.trainer_common.total_epochs; " in record.message
     assert "adv_estimator` is gae: PPO is no part" in refusal(common(adv_estimator="gae"))
-    assert "adv_estimator` is rloo, which Flywheel does not have" in refusal(common(adv_estimator="rloo"))
+    for other in ("rloo", "dpo"):
+        complaint = f"adv_estimator` is {other}, which Flywheel does not take. Set it to grpo. See"
+        assert complaint in refusal(common(adv_estimator=other))
     assert "training.beta" in refusal(common(use_kl_in_reward=True))
 
 
@@ -119,9 +121,13 @@ def test_what_chooses_the_samples_of_a_round_in_sage_is_refused_with_what_does_h
         ({"dpo_config": {"reference_free": True}}, "`dpo_config.reference_free` is True: the reference is always"),
         ({"grpo_config": {"use_advantage": False}}, "`grpo_config.use_advantage` is False: the loss of GRPO"),
         ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `dpo_config.beta`?)"),
+        (
+            {"dpo_config": {"colour": 1}},
+            "unknown key `dpo_config.colour` (known here: beta, label_smoothing, loss_type, reference_free). Correct",
+        ),
         ({"dpo_config": {"loss_type": "ipo", "label_smoothing": 0.1}}, "only the loss sigmoid has it"),
         ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
-        ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not have. Use dpo or grpo"),
+        ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not take. Set it to dpo or grpo. See"),
         ({"rl_config": {"algorithm": "dpo", "nmu": 1}}, "unknown key `rl_config.nmu`"),
         ({"algorithm": {"algorithm_type": "grpo"}}, "it is a configuration of Trinity-RFT"),
     ],
@@ -142,4 +148,4 @@ def test_every_other_option_is_an_error_that_says_what_to_use_or_why_there_is_no
 def test_an_option_of_several_classes_has_the_keys_of_all() -> None:
     message = refusal({"num_epochs": 3, "batch_size": 1})
     assert "`training.dpo.epochs` or `training.steps` or `training.sft.epochs`" in message
-    assert "The file has 1 more of them" in message
+    assert "The file has 1 more refused key." in message

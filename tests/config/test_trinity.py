@@ -21,6 +21,13 @@ from flywheel.system.yaml_file import YamlDocument
 from flywheel.tuner import objects, tune
 
 HERE = Path(__file__).parent
+PAIRS = [
+    (short, long)
+    for short, use in TRINITY.uses.items()
+    for long, other in TRINITY.uses.items()
+    if use == other and "." not in short and "." in long
+]
+"""Names for one setting: one without a section, and one of Trinity's files."""
 
 
 def translated(raw: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +79,19 @@ def test_of_several_temperatures_the_nearest_to_the_tasks_wins(caplog: pytest.Lo
     model = {"model": {"temperature": 0.6}}
     for raw, wanted in ((model, 0.6), (engine | model, 0.7), (taskset | engine | model, 0.8)):
         assert translated(raw) == {"rollout": {"temperature": wanted}}
-    assert "without effect: model.temperature, explorer.rollout_model.temperature; see" in caplog.text
+    note = f"({TASKSET}.rollout_args.temperature has another value)"
+    assert f"without effect: model.temperature {note}, explorer.rollout_model.temperature {note}; see" in caplog.text
+
+
+@pytest.mark.parametrize(("short", "long"), PAIRS)
+def test_a_name_without_a_section_wins_over_trinitys(
+    short: str, long: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 8)
+    for raw in ({short: 2, **nested(long, 3)}, {**nested(long, 3), short: 2}):
+        assert translated(raw) == nested(TRINITY.uses[short], 2)
+    line = f"x.yaml: without effect: {long} ({short} has another value); see `flywheel docs agentscope-tuner`"
+    assert caplog.messages == [line, line]
 
 
 def test_engines_of_a_foreign_file_fit_the_machine(
