@@ -92,9 +92,13 @@ class _CallInFlight(_Unanswered):
     @property
     def may_answer(self) -> bool:
         """Whether it has an answer, or may have one later."""
-        if not self.task.done():
-            return True
-        return not self.task.cancelled() and self.task.exception() is None and self.task.result().status == 200
+        return not self.task.done() or (self.reply is not None and self.reply.status == 200)
+
+    @property
+    def reply(self) -> SessionReply | None:
+        """None as long as there is none, and if the engine died."""
+        is_answered = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.task.result() if is_answered else None
 
     @property
     def was_left(self) -> bool:
@@ -169,8 +173,11 @@ class Session:
     @property
     def fault(self) -> tuple[CallFault, str] | None:
         """What became of a request that no client has an answer to, not by a later retry either: in a word, and in a
-        sentence. None if there is none. An error of the engine comes before what a client gave up."""
-        found = min(self._unanswered, key=lambda each: each.fault == "abandoned_call", default=None)
+        sentence. None if there is none. An error of the engine comes before what a client gave up. What a limit
+        refused is no fault, also if nobody waited for it."""
+        refused = {call for call in self._calls if call.reply is not None and call.reply.is_beyond_limit}
+        unanswered = (each for each in self._unanswered if each not in refused)
+        found = min(unanswered, key=lambda each: each.fault == "abandoned_call", default=None)
         return None if found is None else (found.fault, found.why)
 
     def stream(self, body: Mapping[str, Any]) -> Callable[[], None]:
