@@ -205,8 +205,8 @@ class Session:
 
         A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
         retries of this request, if the client counts them; above 0 it is a retry. So is a request that equals one
-        whose client left. All others are calls of their own, which wait while calls in flight have reserved all that
-        is left of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
+        whose client left. All others are calls of their own, which wait while calls in flight have reserved what they
+        want of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
 
         Raises vLLM's EngineDeadError if the engine is dead, and TimeoutError if the rollout's time was up before the
         first token.
@@ -270,21 +270,29 @@ class Session:
             forced["temperature"] = self._forced["temperature"]
         return forced
 
-    def _limit_reached(self, reserved: Sequence[int] = ()) -> str:
-        """The limit that leaves nothing for a further call beside those that have `reserved` so many tokens, in
-        words; empty if there is none."""
-        if self._turns is not None and len(self._recorded) + len(reserved) >= self._turns:
+    def _limit_reached(self) -> str:
+        """The limit that leaves nothing for a further call, in words; empty if there is none."""
+        if self._turns is not None and len(self._recorded) >= self._turns:
             return f"{self._turns} calls of the model"
-        if self._tokens is not None and self.generated + sum(reserved) >= self._tokens:
+        if self._tokens is not None and self.generated >= self._tokens:
             return f"{self._tokens} generated tokens"
         return ""
+
+    def _has_room(self, body: Mapping[str, Any]) -> bool:
+        """Whether the limits have a turn and all tokens that a call wants, beside what is reserved."""
+        if self._turns is not None and len(self._recorded) + len(self._reserved) >= self._turns:
+            return False
+        if self._tokens is None:
+            return True
+        left = self._tokens - self.generated
+        return left - sum(self._reserved) >= min(filter(None, (left, self._turn_tokens, _asked_tokens(body))))
 
     @asynccontextmanager
     async def _limits(self, body: Mapping[str, Any]) -> AsyncIterator[Limits]:
         """The limits of a call, which has a turn and its tokens reserved while it is in flight. Waits as long as
-        calls in flight may leave something for it. Raises _BeyondLimitError."""
+        calls in flight may give back what it wants. Raises _BeyondLimitError."""
         async with self._queue:  # first come, first served
-            while self._limit_reached(self._reserved) and not self._limit_reached():
+            while self._reserved and not self._limit_reached() and not self._has_room(body):
                 self._given_back.clear()
                 await self._given_back.wait()
             if reached := self._limit_reached():
