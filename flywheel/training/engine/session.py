@@ -88,6 +88,7 @@ class _CallInFlight(_Unanswered):
 
     task: asyncio.Task[SessionReply] = field(kw_only=True)
     is_delivered: bool = False
+    is_retried: bool = False
 
     @property
     def may_answer(self) -> bool:
@@ -99,6 +100,11 @@ class _CallInFlight(_Unanswered):
         """None as long as there is none, and if the engine died."""
         is_answered = self.task.done() and not self.task.cancelled() and self.task.exception() is None
         return self.task.result() if is_answered else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed to answer it."""
+        return self.task.done() and (self.reply is None or self.reply.status not in (200, *OF_REQUEST))
 
     @property
     def was_left(self) -> bool:
@@ -203,10 +209,11 @@ class Session:
     async def complete(self, body: Mapping[str, Any], *, attempt: int | None = None) -> SessionReply:
         """The response to a chat request.
 
-        A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
-        retries of this request, if the client counts them; above 0 it is a retry. So is a request that equals one
-        whose client left. All others are calls of their own, which wait while calls in flight have reserved what they
-        want of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
+        A client's retry has the reply of its first attempt, and is no call of its own; if the engine failed to answer
+        that, it is made anew. `attempt` is the number of retries of this request, if the client counts them; above 0
+        it is a retry. So is a request that equals one whose client left. All others are calls of their own, which
+        wait while calls in flight have reserved what they want of the rollout's limits. When the caller is cancelled,
+        the call goes on until `close`.
 
         Raises vLLM's EngineDeadError if the engine is dead, and TimeoutError if the rollout's time was up before the
         first token.
@@ -255,10 +262,18 @@ class Session:
         return [each for each in self._unanswered if each.key == key and not each.waiting]
 
     def _retried(self, key: str, attempt: int | None) -> _CallInFlight | None:
-        """The call of which a request is a retry; of several, first one that was left, then the last one."""
-        equal = [call for call in self._calls if call.key == key and call.may_answer]
-        left = (call for call in equal if call.was_left)
-        return next(left, equal[-1] if attempt and equal else None)
+        """The call of which a request is a retry: of equal ones, first one that was left, then the last one. None if
+        it is none, or the retry of a call that failed, which is made anew."""
+        equal = [call for call in self._calls if call.key == key]
+        answers = [call for call in equal if call.may_answer]
+        left = next((call for call in answers if call.was_left), None)
+        if left is not None or not attempt:
+            return left
+        failed = next((call for call in equal if call.has_failed and not call.is_retried), None)
+        if failed is not None:
+            failed.is_retried = True
+            return None
+        return answers[-1] if answers else None
 
     def _is_frozen(self, body: Mapping[str, Any]) -> bool:
         name = body.get("model")

@@ -240,6 +240,28 @@ async def test_a_parallel_call_with_the_same_body_is_no_retry() -> None:
     assert rollout.fault is None
 
 
+@pytest.mark.parametrize("was_left", [False, True])
+async def test_the_retry_of_a_failed_call_is_sampled_anew(was_left: bool) -> None:
+    """And has not the answer of an equal one, as an agent that votes makes them."""
+    said = [answered(message(text)) for text in ("one", "three", "four", "five")]
+    app = ScriptedApplication(said[0], FAILED, said[1], FAILED, *said[2:], hold=True)
+    rollout = session(app)
+    calls = []
+    for number in range(1, 5):
+        calls.append(asyncio.create_task(rollout.complete(asking("?"), attempt=0)))
+        await started(app, number)
+    if was_left:
+        calls[1].cancel()
+        await asyncio.wait([calls[1]])
+    app.go.set()
+    await asyncio.wait(calls)
+    await turns_of_the_loop()
+    retries = [await rollout.complete(asking("?"), attempt=1) for _ in range(3)]
+    texts = [reply.body["choices"][0]["message"]["content"] for reply in retries]
+    assert texts == ["four", "five", "five"], "the third one is the retry of an answered call"
+    assert (len(rollout.calls), rollout.fault) == (4, None)
+
+
 async def test_a_call_that_its_client_gave_up_is_remembered_unless_a_retry_is_answered() -> None:
     app = ScriptedApplication(hold=True)
     rollout = session(app)
