@@ -80,8 +80,8 @@ def main() -> None:
 
 
 def _is_there(watcher: int) -> bool:
-    """Whether the watcher has not ended before this process could ask to end with it. It need not be the parent, which
-    may be a script that has started this interpreter: the watcher ends all that is below it."""
+    """Whether the watcher has not ended before this process could ask to end with it. It need not be the parent,
+    which may be a script that has started this interpreter: the watcher ends all that is below it."""
     try:
         os.kill(watcher, 0)
     except OSError as error:

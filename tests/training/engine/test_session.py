@@ -357,19 +357,6 @@ async def test_a_call_that_a_limit_refuses_after_its_client_left_is_no_fault() -
     assert (rollout.fault, rollout.is_truncated) == (None, True)
 
 
-async def test_a_call_that_a_limit_refuses_after_its_client_left_is_no_fault() -> None:
-    app = ScriptedApplication(hold=True)
-    rollout = session(app, turns=1)
-    first, second = [asyncio.create_task(rollout.complete(asking(text))) for text in "ab"]
-    await started(app)
-    second.cancel()
-    await asyncio.wait([second])
-    app.go.set()
-    assert (await first).status == 200
-    await turns_of_the_loop()
-    assert (rollout.fault, rollout.is_truncated) == (None, True)
-
-
 async def test_a_refusal_after_a_failure_does_not_hide_it() -> None:
     rollout = session(ScriptedApplication(FAILED, answered(message())), turns=1)
     await rollout.complete(asking("a"))
