@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flywheel.system.child_process import python_command
+from flywheel.system.child_process import SECRET_BYTES, python_command
 from flywheel.training.program import program_pool, watcher
 from tests.factories.time_limit import runs_out_when
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
@@ -310,6 +311,19 @@ async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: New
     assert (await running).cause == "ended"
     await until(lambda: not any(map(alive, below)), "the end of all processes")
     assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+
+
+def test_a_process_of_an_agent_without_a_watcher_ends() -> None:
+    """Which would not end with anything."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(bytes(SECRET_BYTES))
+        command = [*python_command("flywheel.training.program.program_child"), str(ended.pid), str(theirs.fileno())]
+        found = subprocess.run(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, timeout=120, check=False)
+    assert found.returncode == 1
+    assert f"its watcher, the process {ended.pid}, has ended" in found.stderr.decode()
 
 
 def fork_server_with(monkeypatch: pytest.MonkeyPatch, statements: str) -> None:
