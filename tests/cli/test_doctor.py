@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from flywheel.cli.doctor.serving import check_serve
 from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
+from tests.factories.config import round_config
 from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
@@ -401,6 +403,29 @@ def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:
 
 def test_settings_that_serve_refuses(bench: Bench) -> None:
     assert_failed(bench(serving={"extra_args": ["--port", "1"]})["serve"], "serving.port")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["--default-chat-template-kwargs", "{bad"], "--default-chat-template-kwargs"),
+        (["--default-chat-template-kwargs="], "--default-chat-template-kwargs"),
+        (["--seed=1", "--override_generation_config=[1]"], "--override-generation-config"),
+        (["--default-chat-template-kwargs", '{"thinking": true}', "--override-generation-config={}"], ""),
+        (["--default-chat-template-kwargs.thinking", "true"], ""),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_no_json_object_is_named_wherever_the_servers_are(
+    tmp_path: Path, arguments: list[str], wrong: str
+) -> None:
+    """As every round would name it once it has started."""
+    for url in ("http://127.0.0.1:8000", "http://inference.invalid:8000"):
+        config = round_config(tmp_path, serving={"urls": [url], "extra_args": arguments})
+        finding = check_serve(config).as_json()
+        assert (finding["result"] == "failed") is bool(wrong)
+        if wrong:
+            assert_failed(finding, f"{wrong} in serving.extra_args", "JSON object")
 
 
 @pytest.mark.parametrize(

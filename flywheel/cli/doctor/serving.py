@@ -16,7 +16,7 @@ from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server.model_parsers import folder_of, weight_bytes
-from flywheel.serving.server.vllm_command import base_name, command, deployed
+from flywheel.serving.server.vllm_command import base_name, command, deployed, not_json
 from flywheel.serving.server_keys import admin_key
 from flywheel.system.server_limits import is_loopback
 from flywheel.system.terminal import byte_size
@@ -81,6 +81,10 @@ def is_local(config: Config) -> bool:
 
 def check_serve(config: Config) -> Finding:
     """Whether `flywheel serve` accepts the settings, and would serve the deployed adapters again."""
+    if wrong := not_json(config.serving.extra_args):
+        # Rounds read it, too, wherever the servers are.
+        remedy = f"""Correct it, as in {wrong} '{{"name": "value"}}'."""
+        return Finding("serve", Result.FAILED, f"{wrong} in serving.extra_args is no JSON object", remedy)
     if not is_local(config):
         return Finding("serve", Result.SKIPPED, "the servers are on other machines")
     try:

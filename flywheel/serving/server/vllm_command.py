@@ -67,6 +67,8 @@ BREAKING_ARGUMENTS: Final = {
     "--uds": "serving.urls would not reach the server",
 }
 """Forbidden arguments, with the reason."""
+OBJECTS: Final = ("--default-chat-template-kwargs", "--override-generation-config")
+"""Arguments for chats whose values are JSON objects."""
 DATA_PARALLEL: Final = ("--data-parallel", "-dp", "--api-server-count", "-asc")
 _ATTEMPTED: Final = "start the inference server"
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -113,9 +115,28 @@ def parses_tools(arguments: Sequence[str]) -> bool:
 
 def chat_template(arguments: Sequence[str]) -> str | None:
     """The chat template in vLLM's arguments, a file or the template itself; None is the model's own."""
+    return _value(arguments, "--chat-template")
+
+
+def not_json(arguments: Sequence[str]) -> str | None:
+    """The first of vLLM's arguments for chats whose value must be a JSON object and is none."""
+    for name in OBJECTS:
+        value = _value(arguments, name)
+        try:
+            # As vLLM takes `null` for none.
+            is_right = value is None or isinstance(json.loads(value) or {}, dict)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            return name
+    return None
+
+
+def _value(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an argument, the last one if it is given twice; None without it."""
     found = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-        if _flag(argument) == "--chat-template":
+        if _flag(argument) == name:
             found = argument.partition("=")[2] if "=" in argument else following
     return found
 

@@ -88,13 +88,23 @@ class _CallInFlight(_Unanswered):
 
     task: asyncio.Task[SessionReply] = field(kw_only=True)
     is_delivered: bool = False
+    is_retried: bool = False
 
     @property
     def may_answer(self) -> bool:
         """Whether it has an answer, or may have one later."""
-        if not self.task.done():
-            return True
-        return not self.task.cancelled() and self.task.exception() is None and self.task.result().status == 200
+        return not self.task.done() or (self.reply is not None and self.reply.status == 200)
+
+    @property
+    def reply(self) -> SessionReply | None:
+        """None as long as there is none, and if the engine died."""
+        is_answered = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.task.result() if is_answered else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed to answer it."""
+        return self.task.done() and (self.reply is None or self.reply.status not in (200, *OF_REQUEST))
 
     @property
     def was_left(self) -> bool:
@@ -169,8 +179,11 @@ class Session:
     @property
     def fault(self) -> tuple[CallFault, str] | None:
         """What became of a request that no client has an answer to, not by a later retry either: in a word, and in a
-        sentence. None if there is none. An error of the engine comes before what a client gave up."""
-        found = min(self._unanswered, key=lambda each: each.fault == "abandoned_call", default=None)
+        sentence. None if there is none. An error of the engine comes before what a client gave up. What a limit
+        refused is no fault, also if nobody waited for it."""
+        refused = {call for call in self._calls if call.reply is not None and call.reply.is_beyond_limit}
+        unanswered = (each for each in self._unanswered if each not in refused)
+        found = min(unanswered, key=lambda each: each.fault == "abandoned_call", default=None)
         return None if found is None else (found.fault, found.why)
 
     def stream(self, body: Mapping[str, Any]) -> Callable[[], None]:
@@ -196,10 +209,11 @@ class Session:
     async def complete(self, body: Mapping[str, Any], *, attempt: int | None = None) -> SessionReply:
         """The response to a chat request.
 
-        A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
-        retries of this request, if the client counts them; above 0 it is a retry. So is a request that equals one
-        whose client left. All others are calls of their own, which wait while calls in flight have reserved all that
-        is left of the rollout's limits. When the caller is cancelled, the call goes on until `close`.
+        A client's retry has the reply of its first attempt, and is no call of its own; if the engine failed to answer
+        that, it is made anew. `attempt` is the number of retries of this request, if the client counts them; above 0
+        it is a retry. So is a request that equals one whose client left. All others are calls of their own, which
+        wait while calls in flight have reserved what they want of the rollout's limits. When the caller is cancelled,
+        the call goes on until `close`.
 
         Raises vLLM's EngineDeadError if the engine is dead, and TimeoutError if the rollout's time was up before the
         first token.
@@ -248,10 +262,18 @@ class Session:
         return [each for each in self._unanswered if each.key == key and not each.waiting]
 
     def _retried(self, key: str, attempt: int | None) -> _CallInFlight | None:
-        """The call of which a request is a retry; of several, first one that was left, then the last one."""
-        equal = [call for call in self._calls if call.key == key and call.may_answer]
-        left = (call for call in equal if call.was_left)
-        return next(left, equal[-1] if attempt and equal else None)
+        """The call of which a request is a retry: of equal ones, first one that was left, then the last one. None if
+        it is none, or the retry of a call that failed, which is made anew."""
+        equal = [call for call in self._calls if call.key == key]
+        answers = [call for call in equal if call.may_answer]
+        left = next((call for call in answers if call.was_left), None)
+        if left is not None or not attempt:
+            return left
+        failed = next((call for call in equal if call.has_failed and not call.is_retried), None)
+        if failed is not None:
+            failed.is_retried = True
+            return None
+        return answers[-1] if answers else None
 
     def _is_frozen(self, body: Mapping[str, Any]) -> bool:
         name = body.get("model")
@@ -263,21 +285,29 @@ class Session:
             forced["temperature"] = self._forced["temperature"]
         return forced
 
-    def _limit_reached(self, reserved: Sequence[int] = ()) -> str:
-        """The limit that leaves nothing for a further call beside those that have `reserved` so many tokens, in
-        words; empty if there is none."""
-        if self._turns is not None and len(self._recorded) + len(reserved) >= self._turns:
+    def _limit_reached(self) -> str:
+        """The limit that leaves nothing for a further call, in words; empty if there is none."""
+        if self._turns is not None and len(self._recorded) >= self._turns:
             return f"{self._turns} calls of the model"
-        if self._tokens is not None and self.generated + sum(reserved) >= self._tokens:
+        if self._tokens is not None and self.generated >= self._tokens:
             return f"{self._tokens} generated tokens"
         return ""
+
+    def _has_room(self, body: Mapping[str, Any]) -> bool:
+        """Whether the limits have a turn and all tokens that a call wants, beside what is reserved."""
+        if self._turns is not None and len(self._recorded) + len(self._reserved) >= self._turns:
+            return False
+        if self._tokens is None:
+            return True
+        left = self._tokens - self.generated
+        return left - sum(self._reserved) >= min(filter(None, (left, self._turn_tokens, _asked_tokens(body))))
 
     @asynccontextmanager
     async def _limits(self, body: Mapping[str, Any]) -> AsyncIterator[Limits]:
         """The limits of a call, which has a turn and its tokens reserved while it is in flight. Waits as long as
-        calls in flight may leave something for it. Raises _BeyondLimitError."""
+        calls in flight may give back what it wants. Raises _BeyondLimitError."""
         async with self._queue:  # first come, first served
-            while self._limit_reached(self._reserved) and not self._limit_reached():
+            while self._reserved and not self._limit_reached() and not self._has_room(body):
                 self._given_back.clear()
                 await self._given_back.wait()
             if reached := self._limit_reached():

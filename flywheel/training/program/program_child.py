@@ -61,12 +61,13 @@ def main() -> None:
     """The process of the agent, until its connection ends."""
     os.environ[MARK] = "1"
     channel = Channel.to_parent()
-    code = 1
+    watcher, code = int(sys.argv.pop()), 1
     try:
         with contextlib.suppress(ImportError):  # an interpreter without ctypes
             end_with_parent()
-        if os.getppid() == int(sys.argv.pop()):
+        if _is_there(watcher):
             _serve(channel)
+        print(f"its watcher, the process {watcher}, has ended or is in another PID namespace")
     except EOFError:
         code = 0
     except BaseException:
@@ -76,6 +77,16 @@ def main() -> None:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+
+
+def _is_there(watcher: int) -> bool:
+    """Whether the watcher has not ended before this process could ask to end with it. It need not be the parent,
+    which may be a script that has started this interpreter: the watcher ends all that is below it."""
+    try:
+        os.kill(watcher, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # the script may have changed the user
+    return True
 
 
 def _serve(channel: Channel) -> NoReturn:

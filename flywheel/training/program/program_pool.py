@@ -44,7 +44,7 @@ from flywheel.training.program.program_child import left_running, shortened
 from flywheel.training.program.watcher import ForkServer, end_all, name_of, resident_bytes
 
 START_SECONDS: Final = 600.0
-"""Longest start of a child: it loads the user's modules and runs the setup."""
+"""Longest start of a watcher, and then of a child: it loads the user's modules and runs the setup."""
 LOOK_SECONDS: Final = 0.25
 """How often the memory of the children is looked at."""
 END_SECONDS: Final = 10.0
@@ -79,7 +79,11 @@ class _Child(ChildProcess):
         with self._connected() as channel:
             self._watcher = server.start(channel)
         self._lines = self._watcher.makefile()
-        found = self._said("it ended")
+        self._watcher.settimeout(START_SECONDS)
+        try:
+            found = self._said("it ended")
+        except TimeoutError:
+            found = f"its watcher does not answer within {START_SECONDS:g} s"
         if isinstance(found, str):
             self._close()
             raise OSError(found)

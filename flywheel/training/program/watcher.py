@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -143,9 +144,16 @@ def main() -> None:
             message, descriptors, *_ = socket.recv_fds(connection, 1, 2)
             if not message:
                 break
-            if not os.fork():
+            try:
+                forked = os.fork()
+            except OSError as error:  # such as a limit of processes, which costs no agent that runs
+                _say(descriptors[1], str(error))
+                forked = -1
+            if not forked:
                 try:
                     watch(command, folder, server, *descriptors)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             for each in descriptors:
@@ -153,13 +161,14 @@ def main() -> None:
     os._exit(0)
 
 
+def _say(descriptor: int, value: Any) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, json.dumps(value).encode() + b"\n")
+
+
 def watch(command: Sequence[str], folder: str | None, server: int, channel: int, descriptor: int) -> NoReturn:
     """The watcher. It writes lines of JSON into its connection: its pid, or why the process does not start, and when
     that has ended and nothing is left below it, the exit code, which is negative for a signal."""
-
-    def say(value: Any) -> None:
-        with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(value).encode() + b"\n")
 
     def wait_for_end() -> None:
         while os.getppid() == server and not select.select([connection], [], [], LOOK_SECONDS)[0]:
@@ -173,22 +182,23 @@ def watch(command: Sequence[str], folder: str | None, server: int, channel: int,
                 pass
         return [*own.children(recursive=True)]
 
-    connection = socket.socket(fileno=descriptor)
+    connection, own = socket.socket(fileno=descriptor), psutil.Process()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopt_orphans()
     try:
         whole = [*command, str(os.getpid()), str(channel)]
         # A group of its own: the agent may signal all of its group.
         pid = subprocess.Popen(whole, stdin=subprocess.DEVNULL, cwd=folder, pass_fds=[channel], process_group=0).pid
-    except OSError as error:
-        say(str(error))
+        process = psutil.Process(pid)
+        threading.Thread(target=wait_for_end).start()
+    except (OSError, RuntimeError) as error:  # a thread that cannot start is a RuntimeError
+        end_all(left)
+        _say(descriptor, str(error))
         os._exit(0)
     os.close(channel)
-    process, own = psutil.Process(pid), psutil.Process()
-    say(own.pid)
-    threading.Thread(target=wait_for_end).start()
+    _say(descriptor, own.pid)
     while (ended := os.waitpid(-1, 0))[0] != pid:
         pass
     end_all(left)
-    say(os.waitstatus_to_exitcode(ended[1]))
+    _say(descriptor, os.waitstatus_to_exitcode(ended[1]))
     os._exit(0)

@@ -240,6 +240,28 @@ async def test_a_parallel_call_with_the_same_body_is_no_retry() -> None:
     assert rollout.fault is None
 
 
+@pytest.mark.parametrize("was_left", [False, True])
+async def test_the_retry_of_a_failed_call_is_sampled_anew(was_left: bool) -> None:
+    """And has not the answer of an equal one, as an agent that votes makes them."""
+    said = [answered(message(text)) for text in ("one", "three", "four", "five")]
+    app = ScriptedApplication(said[0], FAILED, said[1], FAILED, *said[2:], hold=True)
+    rollout = session(app)
+    calls = []
+    for number in range(1, 5):
+        calls.append(asyncio.create_task(rollout.complete(asking("?"), attempt=0)))
+        await started(app, number)
+    if was_left:
+        calls[1].cancel()
+        await asyncio.wait([calls[1]])
+    app.go.set()
+    await asyncio.wait(calls)
+    await turns_of_the_loop()
+    retries = [await rollout.complete(asking("?"), attempt=1) for _ in range(3)]
+    texts = [reply.body["choices"][0]["message"]["content"] for reply in retries]
+    assert texts == ["four", "five", "five"], "the third one is the retry of an answered call"
+    assert (len(rollout.calls), rollout.fault) == (4, None)
+
+
 async def test_a_call_that_its_client_gave_up_is_remembered_unless_a_retry_is_answered() -> None:
     app = ScriptedApplication(hold=True)
     rollout = session(app)
@@ -281,13 +303,38 @@ async def test_calls_at_the_same_time_reserve_what_they_may_use_and_give_the_res
     rollout = session(app, tokens=100, turn_tokens=40)
     asked: list[dict[str, Any]] = [{}, {"max_tokens": 30}, {"max_completion_tokens": 900, "max_tokens": 1}, {}, {}]
     calls = [asyncio.create_task(rollout.complete(asking("?", **each))) for each in asked]
-    await started(app, 3)
+    await started(app, 2)
     await turns_of_the_loop()
-    assert [limits.tokens for limits in app.limits] == [40, 40, 30], "the others wait"
+    assert [limits.tokens for limits in app.limits] == [40, 40], "the others wait: 30 are free, and each wants 40"
     app.go.set()
     assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 5
     assert (rollout.generated, rollout.is_truncated) == (10, False)
-    assert [limits.tokens for limits in app.limits[3:]] == [40, 40], "each used two tokens"
+    assert [limits.tokens for limits in app.limits[2:]] == [40, 40, 40], "each used two tokens"
+
+
+async def test_a_call_is_not_cut_to_what_others_in_flight_leave_it() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app, tokens=100)
+    calls = [asyncio.create_task(rollout.complete(asking("?", max_tokens=33))) for _ in range(4)]
+    await started(app, 3)
+    small = asyncio.create_task(rollout.complete(asking("?", max_tokens=1)))
+    await turns_of_the_loop()
+    assert len(app.asked) == 3, "one token is free: the fourth call waits, and the small one behind it"
+    app.go.set()
+    await asyncio.gather(*calls, small)
+    assert app.limits[3].tokens is not None
+    assert app.limits[3].tokens >= 33
+    assert [body["max_tokens"] for body in app.asked] == [33, 33, 33, 33, 1]
+    assert not rollout.is_truncated
+
+
+async def test_a_call_is_cut_to_what_is_left_when_nothing_is_in_flight_any_more() -> None:
+    app = TalkativeApplication()
+    rollout = session(app, tokens=100)
+    replies = await asyncio.gather(*(rollout.complete(asking("?", max_tokens=33)) for _ in range(5)))
+    assert [reply.status for reply in replies] == [200, 200, 200, 200, 400]
+    assert app.limits[3].tokens == 1
+    assert (rollout.generated, rollout.is_truncated) == (100, True)
 
 
 async def test_a_call_that_fails_gives_its_turn_to_one_that_waits() -> None:
@@ -295,6 +342,19 @@ async def test_a_call_that_fails_gives_its_turn_to_one_that_waits() -> None:
     replies = await asyncio.gather(*(rollout.complete(asking(text)) for text in "abcd"))
     assert [reply.status for reply in replies] == [400, 500, 200, 400]
     assert replies[3].error == "this rollout has reached its limit of 1 calls of the model"
+
+
+async def test_a_call_that_a_limit_refuses_after_its_client_left_is_no_fault() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app, turns=1)
+    first, second = [asyncio.create_task(rollout.complete(asking(text))) for text in "ab"]
+    await started(app)
+    second.cancel()
+    await asyncio.wait([second])
+    app.go.set()
+    assert (await first).status == 200
+    await turns_of_the_loop()
+    assert (rollout.fault, rollout.is_truncated) == (None, True)
 
 
 async def test_a_refusal_after_a_failure_does_not_hide_it() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flywheel.errors import ConfigError
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -54,6 +57,44 @@ async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool
     assert (seen["package"], seen["ours"]) == ("theirs", [])
     ours = ("flywheel.training.program", "flywheel.system", "flywheel.records")
     assert all(name.startswith(ours) or name == "flywheel.training" for name in seen["modules"])
+
+
+@pytest.mark.slow
+async def test_the_interpreter_may_be_started_by_a_script(new_pool: NewPool, tmp_path: Path) -> None:
+    """Which waits for it, without `exec`."""
+    script, noted = tmp_path / "python", tmp_path / "pids"
+    script.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
+    script.chmod(0o755)
+    pool = new_pool(
+        """
+        import os, pathlib, subprocess, time
+        async def run(task, model):
+            pids = [os.getppid(), os.getpid()]
+            if task["case"] != "returns":
+                pids.append(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+            pathlib.Path("writing").write_text(" ".join(map(str, pids)))
+            os.rename("writing", "pids")
+            while task["case"] == "hangs":
+                time.sleep(0.01)
+            return 1
+        """,
+        python=str(script),
+    )
+    seen = []
+    for case, cause in (("returns", None), ("leaves", "left_processes"), ("returns", None)):
+        result = await pool.run({"case": case}, MODELS, "policy")
+        assert (case, result.cause) == (case, cause), result.error
+        seen.append([int(pid) for pid in noted.read_text().split()])
+    assert seen[0] == seen[1][:2] == seen[2]
+    assert psutil.Process(seen[0][0]).cmdline()[1] == str(script)
+    noted.unlink()
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until(noted.exists, "the run")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    last = [int(pid) for pid in noted.read_text().split()]
+    await until(lambda: not any(map(psutil.pid_exists, {*sum(seen, last)})), "the end of all processes")
 
 
 @pytest.mark.slow

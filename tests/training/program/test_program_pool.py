@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flywheel import secrets as known_secrets
 from flywheel.errors import ConfigError
 from flywheel.training.program import program_pool
 from flywheel.training.program.agent_program import ModelEndpoint
+from flywheel.training.program.watcher import ForkServer
 from tests.cases import for_each
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import until
@@ -91,6 +93,19 @@ async def test_models_reach_the_function_as_arguments_in_the_task_and_in_the_env
     # Of one target alone, no model is an auxiliary one.
     result = await pool.run({}, MODELS, "policy")
     assert json.loads(result.response or "")["auxiliary_models"] == {"helper": "large"}
+
+
+async def test_a_watcher_that_says_nothing_is_waited_for_no_longer_than_a_start(
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(ForkServer, "start", lambda *_: ours)
+    monkeypatch.setattr(program_pool, "START_SECONDS", 0.01)
+    result = await new_pool("async def run(task, model): ...").run({}, MODELS, "policy")
+    assert result.cause == "raised"
+    assert result.error == "its process does not start: its watcher does not answer within 0.01 s"
+    with theirs:
+        assert theirs.recv(1) == b"", "which the watcher takes for its end"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flywheel.training.program import program_pool
+from flywheel.system.child_process import SECRET_BYTES, python_command
+from flywheel.training.program import program_pool, watcher
 from tests.factories.time_limit import runs_out_when
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import until, wait_for
@@ -311,6 +313,83 @@ async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: New
     assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
 
 
+def test_a_process_of_an_agent_without_a_watcher_ends() -> None:
+    """Which would not end with anything."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(bytes(SECRET_BYTES))
+        command = [*python_command("flywheel.training.program.program_child"), str(ended.pid), str(theirs.fileno())]
+        found = subprocess.run(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, timeout=120, check=False)
+    assert found.returncode == 1
+    assert f"its watcher, the process {ended.pid}, has ended" in found.stderr.decode()
+
+
+def fork_server_with(monkeypatch: pytest.MonkeyPatch, statements: str) -> None:
+    """Let fork servers run these statements first."""
+
+    def command(module: str) -> list[str]:
+        *interpreter, code = python_command(module)
+        return [*interpreter, textwrap.dedent(statements) + code]
+
+    monkeypatch.setattr(watcher, "python_command", command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("os.fork", "BlockingIOError(11, 'Resource temporarily unavailable')"),
+        ("subprocess.Popen", "BlockingIOError(11, 'Resource temporarily unavailable')"),
+        ("threading.Thread.start", "RuntimeError('Resource temporarily unavailable')"),
+    ],
+)
+async def test_a_limit_of_processes_costs_only_the_run_that_needs_one_more(
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: str
+) -> None:
+    statements = f"""
+        import os, subprocess, threading
+        def limited(*arguments, start={function}, **named):
+            if os.path.exists({str(tmp_path / "full")!r}):
+                raise {error}
+            return start(*arguments, **named)
+        {function} = limited
+    """
+    fork_server_with(monkeypatch, statements)
+    pool = new_pool(AGENT, workers=2)
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((tmp_path / "hanging").exists, "the run")
+    (tmp_path / "full").touch()
+    result = await pool.run({"case": "nothing"}, MODELS, "policy")
+    assert result.cause == "raised"
+    assert result.error.startswith("its process does not start: ")
+    assert result.error.endswith("Resource temporarily unavailable")
+    assert all(map(alive, noted(tmp_path))), "the other run goes on"
+    (tmp_path / "full").unlink()
+    assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.slow
+async def test_an_error_of_a_watcher_is_in_the_log(
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fork_server_with(monkeypatch, "import psutil\npsutil.Process = None\n")
+    result = await new_pool(AGENT).run({"case": "nothing"}, MODELS, "policy")
+    assert (result.cause, result.error) == ("raised", "its process does not start: it ended")
+    log = ""
+
+    def is_logged() -> bool:
+        nonlocal log
+        log += capfd.readouterr().err
+        return "TypeError: 'NoneType' object is not callable" in log
+
+    await until(is_logged, "the traceback")
+
+
 @pytest.mark.slow
 async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(AGENT, workers=2)
@@ -335,13 +414,13 @@ async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
     pool = new_pool(AGENT)
     running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
     await until((tmp_path / "hanging").exists, "the run")
-    watcher = psutil.Process(noted(tmp_path)[0]).parent()
-    assert watcher is not None
-    watcher.suspend()
+    its_watcher = psutil.Process(noted(tmp_path)[0]).parent()
+    assert its_watcher is not None
+    its_watcher.suspend()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await until(lambda: not any(map(alive, [watcher.pid, *noted(tmp_path)])), "the end of all processes")
+    await until(lambda: not any(map(alive, [its_watcher.pid, *noted(tmp_path)])), "the end of all processes")
     assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
 
 
