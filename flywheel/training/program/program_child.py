@@ -379,23 +379,36 @@ def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
 
 
 def _codes(thread: threading.Thread) -> Iterator[CodeType]:
-    """What a thread runs, the innermost function first, with the tasks of its event loop; and what a timer will."""
+    """What a thread runs, the innermost function first, with the tasks of its event loop; and what a timer will, or a
+    thread that has just been started."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         yield frame.f_code
         is_loop = frame.f_code.co_name == "run_forever"
         if is_loop and isinstance(loop := frame.f_locals.get("self"), asyncio.AbstractEventLoop):
-            for task in asyncio.all_tasks(loop):
-                awaited: Any = task.get_coro()
-                while isinstance(code := getattr(awaited, "cr_code", None), CodeType):
-                    yield code
-                    awaited = awaited.cr_await
+            yield from _codes_of_tasks(loop)
         frame = frame.f_back
-    function = getattr(thread, "function", None)
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(code := getattr(function, "__code__", None), CodeType):
-        yield code
+    for will_run in (getattr(thread, "function", None), getattr(thread, "_target", None)):
+        function = will_run
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            yield code
+        if isinstance(loop := getattr(function, "__self__", None), asyncio.AbstractEventLoop):
+            yield from _codes_of_tasks(loop)
+
+
+def _codes_of_tasks(loop: asyncio.AbstractEventLoop) -> Iterator[CodeType]:
+    """What the tasks of another thread's event loop run, also of those that it was just asked to begin."""
+    passed = threading.Event()
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(passed.set)
+        passed.wait(GRACE_SECONDS)
+    for task in asyncio.all_tasks(loop):
+        awaited: Any = task.get_coro()
+        while isinstance(code := getattr(awaited, "cr_code", None), CodeType):
+            yield code
+            awaited = awaited.cr_await
 
 
 class _Command(asyncio.SubprocessProtocol):
