@@ -302,10 +302,11 @@ def test_a_killed_parent_leaves_nothing(case: str, after_its_children: bool, tmp
 
 @pytest.mark.slow
 async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: NewPool, tmp_path: Path) -> None:
+    before = psutil.Process().children()
     pool = new_pool(AGENT)
     running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
     await until((tmp_path / "hanging").exists, "the run")
-    [server] = psutil.Process().children()
+    [server] = {*psutil.Process().children()} - {*before}
     below = [server.pid, *(found.pid for found in server.children(recursive=True))]
     server.kill()
     assert (await running).cause == "ended"
