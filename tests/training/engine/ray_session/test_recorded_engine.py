@@ -290,7 +290,7 @@ def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
     held_out = [calling_policy.task(f"h-{at}", some[12 + at]) for at in range(10)]
     result = run_round(engine, tmp_path, monkeypatch, train, held_out, max_completion_tokens=TOKENS)
     assert (result.outcome, result.adapter, result.comparison) == ("refused", None, None)
-    assert "96 of 96 rollouts ended at a call without a recorded result" in result.reason
+    assert "48 of 48 rollouts ended at a call without a recorded result" in result.reason
     assert result.without_gradient == [task.task_id for task in train]
     assert not (tmp_path / "adapter").exists()
     written = list(rollout_file.rollouts(tmp_path))
