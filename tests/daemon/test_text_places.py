@@ -22,7 +22,6 @@ TEMPORARY: Final = {
     "flywheel/training/engine/adapter_files.py": "weights",
     "flywheel/training/optim/policy_step.py": "weights",
     "flywheel/training/optim/losses.py": "where TRL's own files would be, which has none",
-    "flywheel/training/optim/trainer_actor.py": "where these are: a folder that ends with the process",
     "flywheel/retrieval/encoder_training.py": "weights",
     "flywheel/retrieval/trained_encoder.py": "weights",
     "flywheel/cli/demo/__init__.py": "the state of a demo, with scripted conversations",

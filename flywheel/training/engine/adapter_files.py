@@ -43,9 +43,9 @@ class AdapterFiles:
             raise TrainError(attempted, error.strerror or str(error), hint, retryable=True) from error
 
     @contextlib.contextmanager
-    def written(self) -> Iterator[Path]:
-        """A temporary folder with them. Raises TrainError."""
-        with tempfile.TemporaryDirectory(prefix="fw-adapter-") as parent:
+    def written(self, temporary: Path | None = None) -> Iterator[Path]:
+        """A folder with them, in a folder for `temporary` ones. Raises TrainError."""
+        with tempfile.TemporaryDirectory(prefix="fw-adapter-", dir=temporary) as parent:
             folder = Path(parent) / "adapter"
             self.write(folder)
             yield folder

@@ -51,10 +51,11 @@ class PolicyStep:
         max_tokens: Of a micro-batch, with padding.
     """
 
-    def __init__(self, loss: Loss, settings: Config, steps: int) -> None:
-        """`settings` are those of the stage, which has so many steps. All processes must make theirs at a time."""
+    def __init__(self, loss: Loss, settings: Config, steps: int, temporary: Path | None = None) -> None:
+        """`settings` are those of the stage, which has so many steps; `temporary` is where temporary files are. All
+        processes must make theirs at a time."""
         training, rollout = settings.training, settings.rollout
-        self.steps = 0
+        self.steps, self._temporary = 0, temporary
         self.max_tokens = training.micro_batch_tokens or training.micro_batch_size * rollout.max_model_len
         self._loss, self._accelerator, self._max_norm = loss, loss.everyone, training.max_grad_norm
         # TRL's copy of the adapter, its reference, is not trained.
@@ -263,7 +264,7 @@ class PolicyStep:
     @contextlib.contextmanager
     def _written(self) -> Iterator[Path]:
         """A temporary folder with the adapter: PEFT writes nothing but files."""
-        with tempfile.TemporaryDirectory(prefix="fw-adapter-") as parent:
+        with tempfile.TemporaryDirectory(prefix="fw-adapter-", dir=self._temporary) as parent:
             folder = Path(parent) / "adapter"
             write_adapter(self._accelerator.unwrap_model(self._loss.model), folder)
             yield folder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ class Trainer(RoundActor):
         self._base: Any = None
         self._policy: Any = None
         self._pieces: Iterator[tuple[str, bytes]] | None = None
+        # For adapters, which PEFT reads from files and writes to them. What a killed process leaves is found there.
+        self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir())) if ray.is_initialized() else None
 
     def meet(self) -> tuple[str, int]:
         """Where the other processes meet this one, which is the first: host and port."""
@@ -53,10 +54,6 @@ class Trainer(RoundActor):
         import torch
 
         torch.set_num_threads(self._threads)
-        if ray.is_initialized():
-            # PEFT writes adapters to files. What a killed process leaves of them goes with Ray's folder.
-            self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
-            tempfile.tempdir = str(self._folder.path)
         if not torch.cuda.is_available():
             # Every pass allocates the same large tensors; mapping them anew takes a fifth of a step.
             keep_freed_memory()
@@ -81,7 +78,8 @@ class Trainer(RoundActor):
         self._policy = self._pieces = None
         clear_device_cache(garbage_collection=True)
         base, self._base = self._base or self._loaded(settings), None
-        with contextlib.nullcontext() if parent is None else parent.written() as folder:
+        temporary = None if self._folder is None else self._folder.path
+        with contextlib.nullcontext() if parent is None else parent.written(temporary) as folder:
             model = with_adapter(base, self._spec.base_model, folder, settings.training.lora, self._spec.seed)
         _, compute = trainer_dtypes(self._spec.base_model, settings.training.precision)
         loss = made_loss(
@@ -93,7 +91,7 @@ class Trainer(RoundActor):
             compute_dtype=model.dtype if compute == "auto" else getattr(torch, compute),
             longest=longest,
         )
-        self._policy = PolicyStep(loss, settings, steps)
+        self._policy = PolicyStep(loss, settings, steps, temporary)
 
     def _loaded(self, config: Config) -> Any:
         dtype, _ = trainer_dtypes(self._spec.base_model, config.training.precision)
