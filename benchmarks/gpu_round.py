@@ -95,7 +95,7 @@ def _round(config: Config, directory: Path) -> tuple[RoundResult, dict[str, Any]
     )
     (directory / SPEC_FILE).write_text(spec.model_dump_json())
     began = time.time()
-    first_sync, _, ended = round_benchmark._watch(directory)
+    _, ended = round_benchmark._watch(directory)
     result = RoundResult.model_validate_json((directory / RESULT_FILE).read_bytes())
     if result.adapter is None or result.probe is None:
         raise RuntimeError(f"the round has no adapter to swap in: {result.reason or result.outcome}")
@@ -104,7 +104,7 @@ def _round(config: Config, directory: Path) -> tuple[RoundResult, dict[str, Any]
     return result, {
         "device": result.device,
         "round_s": ended - began,
-        "startup_s": first_sync - began,
+        "startup_s": round_benchmark.first_sync_of(steps) - began,
         "gate_s": result.seconds["evaluate"],
         "rollout_tokens_per_s": round(median(step["tokens_per_second"] for step in later)),
         "update_tokens_per_s": round(median(step["trained_tokens"] / step["seconds"]["train"] for step in later)),

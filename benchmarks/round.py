@@ -115,7 +115,7 @@ def run_round(work: Work, directory: Path) -> dict[str, Any]:
     phase, part = ("evaluating", "evaluate") if work.held_out else ("training", "train")
     times = times_of(figures_of(steps))
     assert times is not None
-    first_sync = _at(steps[0]) - sum(steps[0]["seconds"].values())
+    first_sync = first_sync_of(steps)
     training = _at(steps[-1]) - first_sync
     return {
         "training_s": training,
@@ -138,6 +138,11 @@ def answer_tokens(rollout: Mapping[str, Any]) -> int:
 
 def _at(line: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(line["at"]).timestamp()
+
+
+def first_sync_of(steps: Sequence[Mapping[str, Any]]) -> float:
+    """When the first step's adapter went to the engines (seconds of the clock)."""
+    return _at(steps[0]) - float(sum(steps[0]["seconds"].values()))
 
 
 def _watch(directory: Path) -> tuple[float, float]:
