@@ -17,7 +17,6 @@ from flywheel.training.data import rollout_file
 
 Row = dict[str, Any]
 PAGE: Final = 500
-_ROLLOUT: Final = ("answer", "reward", "advantage", "missed", "dropped", "error")
 _METADATA: Final = ("trace_id", "source", "user_id")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flywheel.records.program_run import RunResult
 from flywheel.system.child_process import SECRET_BYTES, python_command
 from flywheel.training.program import program_pool, watcher
 from tests.factories.time_limit import runs_out_when
@@ -300,12 +301,18 @@ def test_a_killed_parent_leaves_nothing(case: str, after_its_children: bool, tmp
     wait_for(lambda: not any(map(alive, below)), "the end of all processes", seconds=60)
 
 
+async def hanging(pool: program_pool.ProgramPool, folder: Path) -> asyncio.Task[RunResult]:
+    """A run that has begun, and does not end."""
+    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
+    await until((folder / "hanging").exists, "the run")
+    return running
+
+
 @pytest.mark.slow
 async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: NewPool, tmp_path: Path) -> None:
     before = psutil.Process().children()
     pool = new_pool(AGENT)
-    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
-    await until((tmp_path / "hanging").exists, "the run")
+    running = await hanging(pool, tmp_path)
     [server] = {*psutil.Process().children()} - {*before}
     below = [server.pid, *(found.pid for found in server.children(recursive=True))]
     server.kill()
@@ -359,8 +366,7 @@ async def test_a_limit_of_processes_costs_only_the_run_that_needs_one_more(
     """
     fork_server_with(monkeypatch, statements)
     pool = new_pool(AGENT, workers=2)
-    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
-    await until((tmp_path / "hanging").exists, "the run")
+    running = await hanging(pool, tmp_path)
     (tmp_path / "full").touch()
     result = await pool.run({"case": "nothing"}, MODELS, "policy")
     assert result.cause == "raised"
@@ -395,8 +401,7 @@ async def test_an_error_of_a_watcher_is_in_the_log(
 async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool: NewPool, tmp_path: Path) -> None:
     before = psutil.Process().children()
     pool = new_pool(AGENT, workers=2)
-    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
-    await until((tmp_path / "hanging").exists, "the run")
+    running = await hanging(pool, tmp_path)
     other, servers = noted(tmp_path), {*psutil.Process().children()} - {*before}
     result = await pool.run({"case": "kills its group"}, MODELS, "policy")
     assert (result.cause, result.error) == ("ended", "its process ended (SIGKILL)")
@@ -414,8 +419,7 @@ async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
 ) -> None:
     monkeypatch.setattr(program_pool, "END_SECONDS", 0.1)
     pool = new_pool(AGENT)
-    running = asyncio.create_task(pool.run({"case": "hangs"}, MODELS, "policy"))
-    await until((tmp_path / "hanging").exists, "the run")
+    running = await hanging(pool, tmp_path)
     its_watcher = psutil.Process(noted(tmp_path)[0]).parent()
     assert its_watcher is not None
     its_watcher.suspend()
