@@ -29,7 +29,7 @@ from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
 from flywheel.system.files import DOCUMENTATION_KINDS
-from flywheel.training.data.formats.by_name import FORMATS
+from flywheel.training.data.export_formats import FORMATS
 from scripts.configuration_page import PAGE, page
 from scripts.reference_pages import (
     AGENTJET_PAGE,

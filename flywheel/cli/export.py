@@ -32,7 +32,8 @@ from flywheel.errors import ExportError
 from flywheel.records.states import ABSENT, ACCEPTED, Split, TaskState
 from flywheel.system.files import PRIVATE, json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
-from flywheel.training.data.formats.export_format import ExportSample, Format, FormatName, LeftOut, Record
+from flywheel.training.data.chat_messages import LeftOut
+from flywheel.training.data.export_formats import FORMATS, ExportSample, Format, FormatName, Record, reply_of
 
 if TYPE_CHECKING:
     from flywheel.config.file import Config
@@ -108,8 +109,6 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write tasks as a file for another trainer, or replies as a table (`csv`, `parquet`)."""
-    from flywheel.training.data.formats.by_name import FORMATS
-
     chosen = FORMATS[name]
     if chosen.paired and state is not None:
         raise typer.BadParameter(f"{name} pairs accepted with rejected replies", param_hint="--state")
@@ -216,7 +215,6 @@ async def _measure(config: Config, path: Path, ids: Sequence[int]) -> None:
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:
-    from flywheel.training.data.formats import trl
     from flywheel.training.data.preference_pairs import ALONE, Reply, matched
 
     survey = Survey()
@@ -227,7 +225,7 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
         # What is not on this side is on the other one.
         async for one in _decided(store, states, splits, target, Counter()):
             with _counted(survey.left_out):
-                prompt, reply = trl.reply(one.id, _sample(one, form))
+                prompt, reply = reply_of(one.id, _sample(one, form))
                 if side is accepted and prompt not in rejected:
                     raise LeftOut(ALONE)
                 side[prompt].append(reply)

@@ -35,7 +35,7 @@ from tests.processor_time import least_seconds, seconds
 
 READERS = (
     "system", "records", "judge", "judge.filters", "judge.rubric", "judge.rubric.checks", "store", "store.views",
-    "training.data.formats", "sources", "sources.spans", "sources.studio", "sources.jsonl", "sources.otlp",
+    "training.data", "sources", "sources.spans", "sources.studio", "sources.jsonl", "sources.otlp",
 )  # fmt: skip
 """Packages whose code sees what agents, tools and models wrote."""
 SHORT, LONG = 3_000, 12_000

@@ -16,8 +16,8 @@ from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
-from flywheel.training.data.formats import messages
-from flywheel.training.data.formats.export_format import LeftOut
+from flywheel.training.data import chat_messages
+from flywheel.training.data.chat_messages import LeftOut
 from flywheel.training.data.preference_pairs import SAME, Reply, matched
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import Pair, RecordedReply, Sample
@@ -149,6 +149,6 @@ def _end(reply: Reply[Rollout]) -> _End:
 def _converted(given: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The messages as chat templates take them; as they are if a call's arguments are no JSON object."""
     try:
-        return messages.messages(given)
+        return chat_messages.messages(given)
     except LeftOut:
         return list(given)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
-from flywheel.training.data.formats import trl
-from flywheel.training.data.formats.export_format import ExportSample
+from flywheel.training.data.export_formats import ExportSample, reply_of
 from flywheel.training.data.preference_pairs import ALONE, CLOSE, SAME, USED_UP, Reply, matched
 from tests.factories.trace import reply
 from tests.training.data.formats.filling import call, result
@@ -60,7 +59,7 @@ def test_replies_that_differ_in_their_calls_alone_differ() -> None:
     def of(number: int, arguments: str) -> object:
         steps = (call(number, "add", arguments), result(number, "add", "2"))
         line = task_line(reply(1, trajectory=steps), "studio")
-        _, one = trl.reply(1, ExportSample(line, TaskState.ACCEPTED, 1.0))
+        _, one = reply_of(1, ExportSample(line, TaskState.ACCEPTED, 1.0))
         return one.says
 
     assert of(1, '{"a": 1, "b": 2}') == of(2, '{"b": 2, "a": 1}'), "the ids of calls say nothing"

@@ -8,9 +8,8 @@ import pytest
 
 from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
-from flywheel.training.data.formats.by_name import FORMATS
-from flywheel.training.data.formats.export_format import ExportSample, FormatName, LeftOut
-from flywheel.training.data.formats.messages import messages
+from flywheel.training.data.chat_messages import LeftOut, messages
+from flywheel.training.data.export_formats import FORMATS, ExportSample, FormatName
 from tests.factories.trace import reply
 from tests.training.data.formats.conftest import Exported
 from tests.training.data.formats.filling import bad, good, lines

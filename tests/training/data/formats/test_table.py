@@ -19,8 +19,7 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.verdicts import point
-from flywheel.training.data.formats.export_format import ExportSample
-from flywheel.training.data.formats.table import csv_rows, named, parquet_rows, row
+from flywheel.training.data.export_formats import ExportSample, csv_rows, named, parquet_rows, row
 from tests.cli.conftest import Run
 from tests.factories.state import write_state
 from tests.factories.trace import START, reply

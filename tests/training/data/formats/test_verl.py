@@ -8,9 +8,7 @@ import json
 import pytest
 
 from flywheel.records.states import TaskState
-from flywheel.training.data.formats.export_format import ExportSample
-from flywheel.training.data.formats.parquet import ROW_GROUP, parquet
-from flywheel.training.data.formats.verl import verl, verl_schema
+from flywheel.training.data.export_formats import ROW_GROUP, ExportSample, parquet, verl, verl_schema
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported, Load
 from tests.training.data.formats.filling import (

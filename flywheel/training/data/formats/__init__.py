@@ -1,1 +1,0 @@
-"""The formats of `flywheel export`: one for each program that reads tasks, and tables."""
