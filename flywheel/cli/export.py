@@ -215,7 +215,7 @@ async def _measure(config: Config, path: Path, ids: Sequence[int]) -> None:
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:
-    from flywheel.training.data.preference_pairs import ALONE, Reply, matched
+    from flywheel.training.data.pairs import ALONE, Reply, matched
 
     survey = Survey()
     # Hashes and scores and not texts, so that a large state needs little memory.

@@ -37,7 +37,7 @@ from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
-from flywheel.training.data.preference_pairs import are_apart
+from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
 

@@ -28,7 +28,7 @@ from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
 from flywheel.store import labels, rounds
 from flywheel.store.samples import recorded_lines, rejected_lines, scores
-from flywheel.training.data.preference_pairs import Reply, matched
+from flywheel.training.data.pairs import Reply, matched
 from flywheel.training.recorded.recordings import (
     RecordingPool,
     recording_of,

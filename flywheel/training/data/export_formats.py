@@ -28,7 +28,7 @@ from flywheel.system import own_package
 from flywheel.system.files import json_line
 from flywheel.training.data import chat_messages
 from flywheel.training.data.chat_messages import LeftOut
-from flywheel.training.data.preference_pairs import Reply
+from flywheel.training.data.pairs import Reply
 
 Record = dict[str, Any]
 

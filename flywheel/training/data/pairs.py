@@ -1,7 +1,8 @@
-"""Pairs of a better and a worse reply to one prompt: from groups of rollouts, and from recorded replies.
+"""Pairs of a better and a worse reply to one prompt, for preference training: which replies are pairs, in rounds and in
+`flywheel export`, and those of rounds, from groups of rollouts and from recorded replies.
 
-A reply of a pair is one sample and whole: one whose turns do not continue each other, or that reached a limit, is
-left out and counted, and nothing is cut.
+A reply of a pair of a round is one sample and whole: one whose turns do not continue each other, or that reached a
+limit, is left out and counted, and nothing is cut.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import RoundTask
@@ -18,9 +19,66 @@ from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
 from flywheel.training.data import chat_messages
 from flywheel.training.data.chat_messages import LeftOut
-from flywheel.training.data.preference_pairs import SAME, Reply, matched
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import Pair, RecordedReply, Sample
+
+T = TypeVar("T")
+
+ALONE: Final = "no reply with the other verdict to the same prompt"
+SAME: Final = "the better and the worse replies to the prompt say the same"
+CLOSE: Final = "the scores of the better and the worse replies to the prompt are too close"
+USED_UP: Final = "more replies with this verdict than with the other to the same prompt"
+
+
+class Reply(NamedTuple, Generic[T]):
+    """A reply `of` something, with what is equal for replies that say the same, and its score or reward."""
+
+    of: T
+    says: object
+    score: float
+
+
+def matched(
+    better: Sequence[Reply[T]], worse: Sequence[Reply[T]], margin: float
+) -> tuple[list[tuple[Reply[T], Reply[T]]], Counter[str]]:
+    """Pairs of replies to one prompt that say something else, and whose scores differ by at least `margin`; and how
+    many replies are in none, by reason.
+
+    The best is paired with the worst, then the next ones: few pairs far apart teach more than many close ones. No
+    reply is in two pairs.
+    """
+    free = sorted(worse, key=lambda one: one.score)
+    rest, pairs = [], []
+    for one in sorted(better, key=lambda one: -one.score):
+        found = next((place for place, other in enumerate(free) if _differ(one, other, margin)), None)
+        if found is None:
+            rest.append(one)
+        else:
+            pairs.append((one, free.pop(found)))
+    left_out = Counter(_why([(one, other) for other in worse], margin) for one in rest)
+    left_out.update(_why([(other, one) for other in better], margin) for one in free)
+    return pairs, left_out
+
+
+def are_apart(better: float, worse: float, margin: float) -> bool:
+    """Whether the better score is higher, by at least the margin."""
+    # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
+    gap = round(better - worse, 9)
+    return gap > 0 and gap >= margin
+
+
+def _differ(better: Reply[T], worse: Reply[T], margin: float) -> bool:
+    return better.says != worse.says and are_apart(better.score, worse.score, margin)
+
+
+def _why(possible: Sequence[tuple[Reply[T], Reply[T]]], margin: float) -> str:
+    """Why a reply is in no pair, from all pairs that were possible for it."""
+    if not possible:
+        return ALONE
+    if all(better.says == worse.says for better, worse in possible):
+        return SAME
+    return USED_UP if any(_differ(better, worse, margin) for better, worse in possible) else CLOSE
+
 
 PAIRS_FILE: Final = "pairs.jsonl"
 """The pairs of a stage as TRL reads them, in the stage's folder."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data import pairs, preference_pairs
+from flywheel.training.data import pairs
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import RecordedReply, Sample
@@ -51,8 +51,8 @@ def test_a_difference_that_is_the_margin_counts_and_a_tie_does_not() -> None:
     made = Pairs()
     made.add_rollouts(own_tokens([[0.8, 0.9, 0.85, 0.8], [0.5, 0.5, 0.5, 0.5], [0.5, 0.55, 0.5, 0.5]]), 0.1)
     assert [pair.task_id for pair in made.pairs] == ["t-0"]
-    assert made.left_out == {"t-1": preference_pairs.CLOSE, "t-2": preference_pairs.CLOSE}
-    assert made.reasons == preference_pairs.CLOSE
+    assert made.left_out == {"t-1": pairs.CLOSE, "t-2": pairs.CLOSE}
+    assert made.reasons == pairs.CLOSE
 
 
 def change(one: Rollout, **completion: object) -> Rollout:
@@ -92,7 +92,7 @@ def test_equal_replies_are_no_pair() -> None:
     made = Pairs()
     made.add_rollouts(batch([0.1, 0.9, 0.5, 0.5]), 0.1)
     assert made.pairs == []
-    assert made.left_out == {"t-0": preference_pairs.SAME}
+    assert made.left_out == {"t-0": pairs.SAME}
 
 
 def test_rollouts_with_the_tokens_of_the_best_are_passed_over() -> None:
@@ -115,7 +115,7 @@ def test_a_group_with_many_misses_is_left_out() -> None:
     [
         (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), None),
         (RecordedReply("t-1", (Sample((5, 8), (False, True)), Sample((6, 8), (False, True)))), pairs.UNRENDERED),
-        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), preference_pairs.SAME),
+        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), pairs.SAME),
         (None, "it is refused"),
     ],
 )

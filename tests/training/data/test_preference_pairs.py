@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
 from flywheel.training.data.export_formats import ExportSample, reply_of
-from flywheel.training.data.preference_pairs import ALONE, CLOSE, SAME, USED_UP, Reply, matched
+from flywheel.training.data.pairs import ALONE, CLOSE, SAME, USED_UP, Reply, matched
 from tests.factories.trace import reply
 from tests.training.data.formats.filling import call, result
 
