@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import PLACE, RESULTS, read, table, tables, written_page
-from flywheel.training.optim.round_steps import WIDEST_GAP
+from flywheel.training.optim.stage_checks import WIDEST_GAP
 from tests.factories.benchmark import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"

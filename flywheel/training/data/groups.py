@@ -33,20 +33,26 @@ def is_complete(missed: Sequence[bool | None]) -> bool:
     return complete >= MIN_REWARDS and complete >= MIN_COMPLETE_SHARE * len(known)
 
 
+def means_of(first: Sequence[float], last: Sequence[float]) -> tuple[float, float, float] | None:
+    """The means of two samples, and the standard error of their difference; None if one of them has no variance. The
+    rollouts of a group are not independent, so the samples are of groups."""
+    if min(len(first), len(last)) < 2:
+        return None
+    error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (first, last)))
+    return statistics.fmean(first), statistics.fmean(last), error
+
+
 def growing_misses(steps: Sequence[Sequence[float]]) -> str:
     """Why the round must end, given the miss share of each group of each step; empty if it may go on.
 
-    The last four steps are compared with the first four. The rollouts of a group are not independent, so the standard
-    error is that of group means.
+    The last four steps are compared with the first four.
     """
     if len(steps) < 2 * WINDOW:
         return ""
-    first = [share for step in steps[:WINDOW] for share in step]
-    last = [share for step in steps[-WINDOW:] for share in step]
-    if min(len(first), len(last)) < 2:
+    found = means_of(*([share for step in some for share in step] for some in (steps[:WINDOW], steps[-WINDOW:])))
+    if found is None:
         return ""
-    before, now = statistics.fmean(first), statistics.fmean(last)
-    error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
+    before, now, error = found
     if now - before <= max(MIN_GROWTH, STANDARD_ERRORS * error):
         return ""
     return (

@@ -24,11 +24,16 @@ from flywheel.training.data.rollout_file import step_files
 from flywheel.training.data.round_progress import Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import adapter_of_checkpoint, appear
-from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.epochs import longest_of, minibatches, own_settings, rows_of, stage_settings
-from flywheel.training.optim.round_steps import RoundRefusedError, RoundSteps, UntrainedError
-from flywheel.training.optim.stage_checks import StageChecks
+from flywheel.training.optim.round_steps import RoundSteps
+from flywheel.training.optim.stage_checks import (
+    IN_A_ROW,
+    CollapsedError,
+    RoundRefusedError,
+    StageChecks,
+    UntrainedError,
+)
 from flywheel.training.optim.step_figures import of_items, of_rollouts
 from flywheel.training.worker.stage_work import StageWork, steps_of
 from flywheel.training.worker.trainers import refuse_not_finite

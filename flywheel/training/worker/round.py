@@ -28,7 +28,8 @@ from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer_alone
 from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.rollout_grading import Pause, has_judge, without_judge
-from flywheel.training.optim.round_steps import FIRST_LOOK, RoundSteps, roll_out
+from flywheel.training.optim.round_steps import RoundSteps, roll_out
+from flywheel.training.optim.stage_checks import FIRST_LOOK
 from flywheel.training.worker import processes
 from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.gate_comparison import GateComparison

@@ -11,7 +11,7 @@ from flywheel.records.round import LONGEST_SYSTEM_PROMPT, RoundSpec, Sampling, S
 from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.rollout import RolloutBatch
 from flywheel.training.data.stages import Training
-from flywheel.training.optim.round_steps import found_to_learn
+from flywheel.training.optim.stage_checks import found_to_learn
 
 MOST_SYSTEM_PROMPTS: Final = 10
 

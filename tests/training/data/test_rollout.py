@@ -25,7 +25,8 @@ from flywheel.training.data.rollout import (
     system_prompts_of,
 )
 from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.round_steps import RoundRefusedError, refuse_without_spread, step_requests
+from flywheel.training.optim.round_steps import step_requests
+from flywheel.training.optim.stage_checks import RoundRefusedError, refuse_without_spread
 from tests.factories.task import round_task
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout
 

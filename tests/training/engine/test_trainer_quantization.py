@@ -11,7 +11,7 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.config.training import LoraSettings, Quantization, Stage
 from flywheel.errors import TrainError
-from flywheel.training.optim.round_steps import WIDEST_GAP, refuse_wide_gap
+from flywheel.training.optim.stage_checks import WIDEST_GAP, refuse_wide_gap
 from tests.factories.policy_training import policy_step
 from tests.factories.round import POLICY, round_spec
 

@@ -19,8 +19,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
-from flywheel.training.optim.collapse import CollapseWatch, StepFigures
-from flywheel.training.optim.round_steps import RoundRefusedError
+from flywheel.training.optim.stage_checks import CollapseWatch, RoundRefusedError, StepFigures
 from flywheel.training.worker.loop import Reinforcement
 from tests.factories.policy_training import TEMPERATURE
 from tests.factories.round import POLICY, round_spec

@@ -28,15 +28,14 @@ from flywheel.training.data.rollout import (
 )
 from flywheel.training.data.round_progress import Meter, read_steps
 from flywheel.training.data.samples import TrainingRow
-from flywheel.training.optim.collapse import CollapsedError
-from flywheel.training.optim.round_steps import (
+from flywheel.training.optim.round_steps import RoundSteps, roll_out
+from flywheel.training.optim.stage_checks import (
+    CollapsedError,
     RoundRefusedError,
-    RoundSteps,
     UntrainedError,
     found_to_learn,
     miss_shares,
     refuse_without_spread,
-    roll_out,
 )
 from flywheel.training.worker.loop import Reinforcement
 from tests.factories.stage_loop import FIGURES, StandInTrainers, work
