@@ -19,7 +19,7 @@ from flywheel.training.data.samples import RecordedReply, StepSize, TrainingRow,
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.epochs import rows_of
-from flywheel.training.optim.process_group import open_store
+from flywheel.training.optim.trainer_actor import open_store
 from tests.factories.pair import PAIRS
 from tests.factories.policy_training import policy, rows
 from tests.factories.trainer_processes import Processes, furthest, two_nodes
