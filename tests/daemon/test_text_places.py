@@ -19,7 +19,7 @@ TEMPORARY: Final = {
     "flywheel/system/process_folder.py": "folders that are removed by the next process, and by `forget`",
     "flywheel/sources/ingestion.py": "where these are looked for",
     "flywheel/training/engine/ray_cluster.py": "where Ray's is made, one of these",
-    "flywheel/training/engine/adapter_files.py": "weights",
+    "flywheel/training/engine/policy.py": "weights",
     "flywheel/training/optim/policy_step.py": "weights",
     "flywheel/training/optim/losses.py": "where TRL's own files would be, which has none",
     "flywheel/retrieval/encoder_training.py": "weights",

@@ -8,9 +8,9 @@ from typing import Any
 from flywheel.config.training import LoraSettings
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.policy import AdapterFiles
 from tests.factories.round import POLICY
 
 

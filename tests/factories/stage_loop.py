@@ -14,7 +14,7 @@ from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import StepSize, TrainingRow
 from flywheel.training.data.stages import Training, stage_adapter
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.worker.stage_work import StageWork
 from flywheel.training.worker.trainers import Trainers
 

@@ -15,8 +15,8 @@ from flywheel.config.file import Config
 from flywheel.config.training import Stage
 from flywheel.training.data.samples import Item, StepSize
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.epochs import rows_of, stage_settings
 from flywheel.training.optim.trainer_actor import Trainer
 from flywheel.training.worker.trainers import Trainers

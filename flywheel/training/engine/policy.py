@@ -1,4 +1,5 @@
-"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines.
+"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines, and the
+bytes of an adapter on their way between nodes, which share no file system.
 
 An adapter directory appears atomically and is never written again. Nothing here generates or trains.
 """
@@ -6,14 +7,17 @@ An adapter directory appears atomically and is never written again. Nothing here
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from flywheel.config.training import LoraSettings, Precision, Quantization
 from flywheel.errors import TrainError
@@ -254,3 +258,42 @@ def appear(directory: Path, write: Callable[[Path], object]) -> None:
     sync(beside)
     beside.rename(directory)
     sync(directory.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter by name, and their SHA-256."""
+
+    contents: Mapping[str, bytes]
+    sha256: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        contents = {name: (folder / name).read_bytes() for name in FILES}
+        return cls(contents, {name: _sha256(data) for name, data in contents.items()})
+
+    def write(self, folder: Path) -> None:
+        """Make the folder. Raises TrainError if they are not what was read."""
+        attempted = f"write an adapter to {folder}"
+        if changed := [name for name, data in self.contents.items() if _sha256(data) != self.sha256[name]]:
+            hint = "The round can be started again; check the memory of that node."
+            raise TrainError(attempted, f"{', '.join(changed)} arrived changed", hint, retryable=True)
+        try:
+            folder.mkdir()
+            for name, data in self.contents.items():
+                (folder / name).write_bytes(data)
+        except OSError as error:
+            hint = f"Free space in {folder.parent} on that node."
+            raise TrainError(attempted, error.strerror or str(error), hint, retryable=True) from error
+
+    @contextlib.contextmanager
+    def written(self, temporary: Path | None = None) -> Iterator[Path]:
+        """A folder with them, in a folder for `temporary` ones. Raises TrainError."""
+        with tempfile.TemporaryDirectory(prefix="fw-adapter-", dir=temporary) as parent:
+            folder = Path(parent) / "adapter"
+            self.write(folder)
+            yield folder
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

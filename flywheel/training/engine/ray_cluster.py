@@ -32,10 +32,9 @@ from flywheel.system import log as logs
 from flywheel.system.process_folder import ProcessFolder
 from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
 from flywheel.training.engine.lost_engines import leave_out
-from flywheel.training.engine.policy import base_dtype, check_base
+from flywheel.training.engine.policy import AdapterFiles, base_dtype, check_base
 from flywheel.training.program.agent_program import in_copy
 
 KILL_SECONDS = 5.0

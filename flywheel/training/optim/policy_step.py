@@ -29,8 +29,7 @@ from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.training.data.samples import StepSize, TrainingRow
-from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.policy import write_adapter
+from flywheel.training.engine.policy import AdapterFiles, write_adapter
 from flywheel.training.optim.losses import Loss, MicroBatch, RowLoss
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from flywheel.records.round import RoundSpec
 from flywheel.system.process import keep_freed_memory
 from flywheel.system.process_folder import ProcessFolder
 from flywheel.training.data.samples import Item, StepSize, TrainingRow
-from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.policy import load_base, trainer_dtypes, with_adapter
+from flywheel.training.engine.policy import AdapterFiles, load_base, trainer_dtypes, with_adapter
 from flywheel.training.engine.ray_cluster import RoundActor
 
 

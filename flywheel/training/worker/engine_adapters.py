@@ -9,7 +9,7 @@ from typing import Any
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 
 
 class EngineAdapters:

@@ -21,9 +21,8 @@ from flywheel.training.data.rollout import add_usage
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of, ended_stages, stage_adapter, tasks_by_stage, write_ended
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import StartedEngine
-from flywheel.training.engine.policy import copy_adapter, is_unchanged
+from flywheel.training.engine.policy import AdapterFiles, copy_adapter, is_unchanged
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer_alone
 from flywheel.training.optim.probe_measurement import make_probe

@@ -16,8 +16,7 @@ from flywheel.errors import TrainError
 from flywheel.system.signals import check_stopped
 from flywheel.training.data.samples import Item, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.policy import appear
+from flywheel.training.engine.policy import AdapterFiles, appear
 
 KEPT: Final = 2
 """Number of checkpoints of a stage that are kept."""

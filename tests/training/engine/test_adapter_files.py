@@ -11,7 +11,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from flywheel.system.files import file_sha256
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 
 
 @pytest.fixture

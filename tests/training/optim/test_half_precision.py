@@ -11,7 +11,7 @@ from flywheel.config.file import Config
 from flywheel.config.training import LoraSettings, Quantization
 from flywheel.training.data.samples import Sample, TrainingRow
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 from tests.factories.policy_training import LONGEST, Trained, made_settings, policy, rows
 from tests.factories.round import POLICY
 from tests.factories.trainer_processes import Processes, furthest

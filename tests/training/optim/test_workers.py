@@ -17,7 +17,7 @@ from flywheel.config.training import Stage
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import RecordedReply, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.epochs import rows_of
 from flywheel.training.optim.trainer_actor import open_store
 from tests.factories.pair import PAIRS

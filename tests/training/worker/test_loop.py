@@ -20,7 +20,7 @@ from flywheel.training.data.round_directory import END_FILE
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.loop import Epochs, Reinforcement
 from tests.factories.round import round_spec

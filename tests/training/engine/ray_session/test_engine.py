@@ -20,8 +20,8 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import Engine, StartedEngine
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.worker.engine_adapters import EngineAdapters

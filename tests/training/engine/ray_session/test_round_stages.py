@@ -25,7 +25,7 @@ from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.data.stages import Training, ended_stages
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.collector import Collector
 from flywheel.training.worker import stage_items
 from flywheel.training.worker.loop import Epochs, Loop, Reinforcement

@@ -33,8 +33,8 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import Sample, StepSize, TrainingRow
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.epochs import stage_settings
 from flywheel.training.worker.loop import Epochs
 from flywheel.training.worker.stage_work import StageWork
