@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import measurement, tiny_encoder
 from benchmarks.tool_calls import DATA_SETS, DataSet, replies, words
 from flywheel.records.task import split_of, task_line
-from flywheel.retrieval.encoder_training import EncoderOptions
+from flywheel.retrieval.encoder import EncoderOptions
 from flywheel.retrieval.evaluation import METRICS, MRR
 from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.texts import MOST_CHARACTERS, MOST_MESSAGES

@@ -54,7 +54,7 @@ def train(
     It is compared on held-out conversations with its base, BM25 and their fusion, on tools that training has not
     seen. If it is not shown to be better than all three, DIR has no encoder, and BM25 answers there.
     """
-    from flywheel.retrieval.encoder_training import EncoderOptions
+    from flywheel.retrieval.encoder import EncoderOptions
     from flywheel.retrieval.trained_encoder import train_encoder
 
     settings = load_config(config)

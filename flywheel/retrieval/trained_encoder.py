@@ -14,7 +14,7 @@ from flywheel import __version__
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.states import Split
 from flywheel.retrieval import encoder
-from flywheel.retrieval.encoder_training import EncoderOptions, architecture_of, train
+from flywheel.retrieval.encoder import EncoderOptions, architecture_of, train
 from flywheel.retrieval.evaluation import BASE, METRICS, NEW, UNSEEN, Vectors, evaluate, methods_of, not_better
 from flywheel.retrieval.pairs import Calls, trained_tools, training_rows
 from flywheel.retrieval.texts import encoded_query

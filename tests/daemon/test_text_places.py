@@ -22,7 +22,7 @@ TEMPORARY: Final = {
     "flywheel/training/engine/policy.py": "weights",
     "flywheel/training/optim/policy_step.py": "weights",
     "flywheel/training/optim/losses.py": "where TRL's own files would be, which has none",
-    "flywheel/retrieval/encoder_training.py": "weights",
+    "flywheel/retrieval/encoder.py": "weights",
     "flywheel/retrieval/trained_encoder.py": "weights",
     "flywheel/cli/demo/__init__.py": "the state of a demo, with scripted conversations",
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flywheel
 from flywheel.errors import ConfigError
-from flywheel.retrieval.encoder_training import EncoderOptions
+from flywheel.retrieval.encoder import EncoderOptions
 from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.texts import MOST_CHARACTERS, MOST_MESSAGES, query_texts, tool_text
 from flywheel.retrieval.tool_index import RECORD, Method, Ranking, method_of

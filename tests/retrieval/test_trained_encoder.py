@@ -15,7 +15,7 @@ from benchmarks.tool_calls import DataSet, replies, tools, words
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.states import Split
 from flywheel.records.task import split_of, task_line
-from flywheel.retrieval.encoder_training import EncoderOptions
+from flywheel.retrieval.encoder import EncoderOptions
 from flywheel.retrieval.evaluation import BASELINES, MRR, NEW
 from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.tool_index import RECORD, Method
