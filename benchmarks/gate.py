@@ -36,7 +36,7 @@ from benchmarks import measurement
 from flywheel.config.training import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison, GateTest, SpentTest
 from flywheel.training.gate.gate import GAIN, TRIPWIRES, decide, following_test
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
+from flywheel.training.gate.intervals import Paired, compare, compare_criterion
 
 ROUNDS: Final = 20
 TASKS: Final = (50, 100, 200)

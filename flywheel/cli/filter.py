@@ -543,7 +543,7 @@ def accepted_json(compared: Sequence[Compared]) -> dict[str, Any]:
     """The accepted shares of tasks that both sides decided, and the interval of their difference, by conversation."""
     from flywheel.records.task import conversation_key
     from flywheel.records.verdict import Outcome
-    from flywheel.training.gate.paired_comparison import Paired, compare
+    from flywheel.training.gate.intervals import Paired, compare
 
     def reward(verdict: Verdict) -> float | None:
         return None if verdict.outcome is Outcome.UNDECIDED else float(verdict.outcome is Outcome.ACCEPTED)

@@ -44,7 +44,7 @@ class RecordedMetrics:
         from flywheel.records.ground_truth import ground_truth_of
         from flywheel.records.task import conversation_key, trace_parts
         from flywheel.records.verdict import Outcome
-        from flywheel.training.gate.metric_summary import MetricValue
+        from flywheel.training.gate.intervals import MetricValue
 
         line, verdict = judged.task.line, judged.verdict
         parts, about = trace_parts(line), line["metadata"]
@@ -64,7 +64,7 @@ class RecordedMetrics:
 
     def as_json(self, seed: int) -> dict[str, dict[str, Any]]:
         """Mean, standard deviation, counts and interval of each metric, by name; null where nothing was measured."""
-        from flywheel.training.gate.metric_summary import CONFIDENCE, summarise
+        from flywheel.training.gate.intervals import CONFIDENCE, summarise
 
         return {
             name: asdict(summarise(values, confidence=CONFIDENCE, seed=seed)) for name, values in self._values.items()

@@ -19,8 +19,14 @@ from flywheel.records.round import ANSWERS_FILE, RESULT_FILE, RoundResult, Round
 from flywheel.records.verdict import Outcome
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_directory import read_spec
-from flywheel.training.gate.metric_summary import CONFIDENCE, MetricSummary, MetricValue, summarise
-from flywheel.training.gate.paired_comparison import Paired, compare_criterion
+from flywheel.training.gate.intervals import (
+    CONFIDENCE,
+    MetricSummary,
+    MetricValue,
+    Paired,
+    compare_criterion,
+    summarise,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Metrics of an agent's replies against the ground truth of their tasks, by the names of SAGE's evaluator.
 
-Arithmetic on messages only. `training/gate/metric_summary.py` has means and intervals over tasks.
+Arithmetic on messages only. `training/gate/intervals.py` has means and intervals over tasks.
 
 The definitions differ from SAGE's code in that calls are read from messages and not by patterns from a text; a plan
 is the calls themselves and not words such as "first … then"; a reply that failed counts 0 and is not left out; and

@@ -11,8 +11,7 @@ import numpy as np
 
 from flywheel.retrieval.pairs import Pair
 from flywheel.retrieval.tool_index import DEPTH, Method, Ranking
-from flywheel.training.gate.metric_summary import CONFIDENCE, MetricValue, summarise
-from flywheel.training.gate.paired_comparison import Paired, compare_criterion
+from flywheel.training.gate.intervals import CONFIDENCE, MetricValue, Paired, compare_criterion, summarise
 
 CUTOFFS: Final = (1, 5, 10)
 MRR: Final = "mrr"

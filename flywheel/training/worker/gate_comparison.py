@@ -11,7 +11,7 @@ from flywheel.records.round import Comparison, RoundSpec, Suite, SuiteComparison
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, add_usage
 from flywheel.training.gate.gate import TRIPWIRES
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
+from flywheel.training.gate.intervals import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, Pairs, answer
 from flywheel.training.optim.rollout_grading import rubric_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.training.gate.metric_summary import MetricSummary, MetricValue, summarise
+from flywheel.training.gate.intervals import MetricSummary, MetricValue, summarise
 
 
 def summary(*values: float | None, per_conversation: int = 1, confidence: float = 0.95) -> MetricSummary:

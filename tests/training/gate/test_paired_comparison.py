@@ -16,7 +16,7 @@ from benchmarks.gate import Traffic, promotes_one
 from flywheel.config.training import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison
 from flywheel.training.gate.gate import alpha_of, decide, expected_spread, power_on_suite
-from flywheel.training.gate.paired_comparison import Paired, at_worst, compare, compare_criterion, compare_suite
+from flywheel.training.gate.intervals import Paired, at_worst, compare, compare_criterion, compare_suite
 
 
 def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> list[Paired]:

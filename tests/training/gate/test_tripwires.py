@@ -17,7 +17,7 @@ from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Completion, Rollout, RolloutRequest
 from flywheel.training.gate.gate import TRIPWIRES, decide
-from flywheel.training.gate.paired_comparison import Paired, compare_criterion
+from flywheel.training.gate.intervals import Paired, compare_criterion
 from flywheel.training.gate.tripwires import SHORTEST, measures
 from tests.factories.gate import comparison
 from tests.factories.round import GATE
