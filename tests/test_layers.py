@@ -36,7 +36,7 @@ READERS = {"studio", "spans", "otlp", "calls", "jsonl"}
 """Folders of `sources/` that know neither the store nor a server, only the call log's format: connectors do."""
 HEAVY = {"sentence_transformers", "torch", "transformers", "trl", "peft", "vllm", "ray"}
 MAY_BE_HEAVY = {
-    "retrieval/encoder", "retrieval/encoder_training", "retrieval/trained_encoder",
+    "retrieval/encoder", "retrieval/trained_encoder",
     "serving/base_layers", "training/data", "training/engine", "training/optim", "training/worker",
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Pairs of a better and a worse reply to one prompt, for preference training: which replies are pairs, in rounds and in
-`flywheel export`, and those of rounds, from groups of rollouts and from recorded replies.
+"""Pairs of a better and a worse reply to one prompt, for preference training: which replies are pairs, in rounds and
+in `flywheel export`, and those of rounds, from groups of rollouts and from recorded replies.
 
 A reply of a pair of a round is one sample and whole: one whose turns do not continue each other, or that reached a
 limit, is left out and counted, and nothing is cut.

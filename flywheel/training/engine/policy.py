@@ -1,5 +1,5 @@
-"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines, and the
-bytes of an adapter on their way between nodes, which share no file system.
+"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines, and
+the bytes of an adapter on their way between nodes, which share no file system.
 
 An adapter directory appears atomically and is never written again. Nothing here generates or trains.
 """
