@@ -29,7 +29,7 @@ from flywheel.training.engine.policy import trainer_dtypes
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from flywheel.training.optim.losses import made_loss
 from flywheel.training.optim.policy_step import PolicyStep
-from flywheel.training.worker.trainers import refuse_not_finite
+from flywheel.training.worker.processes import refuse_not_finite
 from tests.factories.policy import load_policy
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flywheel.config.file import Config
 from flywheel.config.training import LoraSettings, Stage
 from flywheel.training.data.samples import Sample, TrainingRow
-from flywheel.training.worker.trainers import refuse_not_finite
+from flywheel.training.worker.processes import refuse_not_finite
 from tests.factories.round import POLICY
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.epochs import rows_of, stage_settings
 from flywheel.training.optim.trainer_actor import Trainer
-from flywheel.training.worker.trainers import Trainers
+from flywheel.training.worker.processes import Trainers
 from tests.factories import cluster
 from tests.factories.policy_training import LONGEST, TEMPERATURE, TRAINING, OutOfMemory, gradients
 from tests.factories.round import POLICY, round_spec

@@ -35,8 +35,8 @@ from flywheel.training.optim.stage_checks import (
     UntrainedError,
 )
 from flywheel.training.optim.step_figures import of_items, of_rollouts
+from flywheel.training.worker.processes import refuse_not_finite
 from flywheel.training.worker.stage_work import StageWork, steps_of
-from flywheel.training.worker.trainers import refuse_not_finite
 
 log = logging.getLogger("flywheel.training.worker")
 

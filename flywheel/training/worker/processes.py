@@ -1,50 +1,52 @@
-"""The processes of a round: its engines and those of its trainer, started side by side."""
+"""The processes of a round as its worker drives them: engines, with their adapters, and those of the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import ray
 
 from flywheel.config.file import Config
+from flywheel.config.training import Stage
+from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.serving.server.vllm_command import chat_arguments
+from flywheel.system.signals import check_stopped
+from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.training.data.samples import Item, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import rank
+from flywheel.training.engine.policy import AdapterFiles, appear, rank
 from flywheel.training.optim.trainer_actor import Trainer
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.trainers import Trainers
-
-
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """What a round's processes have to do.
-
-    Attributes:
-        adapters: Those that exist before the round and that engines load.
-        frozen: Number of them that stay loaded beside those of the steps.
-        trains: Whether a stage is left.
-        files: Of the user's agent, which the nodes of engines need.
-    """
-
-    adapters: Sequence[AdapterRef | None]
-    frozen: int
-    trains: bool
-    files: Sequence[str]
 
 
 def start(
-    spec: RoundSpec, settings: Config, needed: Needed, engines: list[Any]
+    spec: RoundSpec,
+    settings: Config,
+    engines: list[Any],
+    *,
+    adapters: Sequence[AdapterRef | None],
+    frozen: int,
+    trains: bool,
+    files: Sequence[str],
 ) -> tuple[StartedEngine, Trainers | None]:
     """Start them and wait until all are ready. `engines` gets those that have to be stopped, also if this fails.
-    Raises FlywheelError."""
+    `adapters` exist before the round, and engines load them; so many of them, `frozen`, stay loaded beside those of
+    the steps. A trainer is started if the round `trains`. `files` of the user's agent are needed on the nodes of
+    engines. Raises FlywheelError."""
     rollout, training, address = settings.rollout, settings.training, settings.ray.address
     placement = place_on_gpus(
         rollout.engines,
         ray_cluster.gpus(),
-        trainers=training.workers if needed.trains else 0,
+        trainers=training.workers if trains else 0,
         tensor_parallel=rollout.tensor_parallel,
     )
     places = ray_cluster.Places(placement, settings.ray.placement_seconds)
@@ -53,15 +55,15 @@ def start(
         engine = EngineSettings(
             model=spec.base_model,
             max_model_len=rollout.max_model_len,
-            max_lora_rank=rank(needed.adapters, training.lora),
-            more_adapters=needed.frozen,
+            max_lora_rank=rank(adapters, training.lora),
+            more_adapters=frozen,
             seed=spec.seed,
             gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
             kv_cache_gib=rollout.cpu_kv_cache_gib,
             cpu_threads=threads,
             server=server,
             tensor_parallel=rollout.tensor_parallel,
-            imitates=needed.trains and imitates(spec, training.stages),
+            imitates=trains and imitates(spec, training.stages),
         )
         engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
     # On one machine, the processes of the trainer compute at the same time.
@@ -70,7 +72,7 @@ def start(
         ray_cluster.start(Trainer, spec, threads, number, gpus=gpu_share.share, within=places.at(gpu_share))
         for number, gpu_share in enumerate(placement.trainers)
     ]
-    ray_cluster.gather(engines, members, settings, spec.base_model, needed.files)
+    ray_cluster.gather(engines, members, settings, spec.base_model, files)
     ray_cluster.wait([engine.check_memory.remote() for engine in engines])
     meeting = ray_cluster.on_all(members[:1], "meet") if len(members) > 1 else None
     starting = [engine.start.remote() for engine in engines]
@@ -96,3 +98,106 @@ def use_tools(spec: RoundSpec, settings: Config, engines: list[Any]) -> None:
     )
     gate = replace(training, shared=spec.shared_gate, on_miss="end")
     ray_cluster.everywhere(engines, lambda engine: engine.use_tools.remote(training, gate))
+
+
+KEPT: Final = 2
+"""Number of checkpoints of a stage that are kept."""
+
+
+class Trainers:
+    """Each method raises FlywheelError, and Stopped."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        """Several must have met: see `Trainer`."""
+        self.actors = list(actors)
+        self._signs: list[Any] = []
+        """Of life, that were asked for last."""
+
+    def begin(
+        self,
+        stage: Stage,
+        settings: Config,
+        steps: int,
+        longest: int,
+        parent: AdapterFiles | None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Begin a stage of so many steps with these settings, or go on with it behind a checkpoint. `parent` is the
+        adapter that the stage starts from, `longest` the maximum length of a completion in tokens."""
+        ray_cluster.on_all(self.actors, "begin", stage, settings, steps, longest, ray.put(parent))
+        for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
+            ray_cluster.on_all(self.actors, "restore", path.name, ray.put(path.read_bytes()))
+
+    def step(self, items: Sequence[Item]) -> dict[str, float]:
+        """Train on the items of a step, and return its figures: see `PolicyStep.step`, and `refuse_not_finite`."""
+        size, parts = StepSize.of(items), divided(items, len(self.actors))
+        calls = [actor.step.remote(part, size) for actor, part in zip(self.actors, parts, strict=True)]
+        return ray_cluster.result_of_all(calls)  # type: ignore[no-any-return]
+
+    def adapter(self) -> AdapterFiles:
+        """The adapter as it is now."""
+        return ray_cluster.on_all(self.actors[:1], "adapter")  # type: ignore[no-any-return]
+
+    def nll(self, rows: Sequence[Sequence[TrainingRow]]) -> list[float | None]:
+        """The mean negative log-likelihood of the trained tokens of each of these, in nats a token; None without
+        one."""
+        return ray_cluster.on_all(self.actors[:1], "nll", rows)  # type: ignore[no-any-return]
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the checkpoint after so many steps of the stage, which appears whole, into the folder of its
+        checkpoints; the last ones stay."""
+        folder.mkdir(parents=True, exist_ok=True)
+        appear(folder / f"step-{step:06}", self._write)
+        for old in sorted(folder.glob("step-*"))[:-KEPT]:
+            shutil.rmtree(old)
+
+    def _write(self, folder: Path) -> None:
+        folder.mkdir()
+        for actor in self.actors:
+            # One piece at a time: the state may be larger than Ray's object store.
+            while (piece := ray_cluster.wait([actor.checkpoint.remote()])[0]) is not None:
+                name, data = piece
+                with (folder / name).open("ab") as file:
+                    file.write(data)
+
+    def check(self) -> None:
+        """Raise TrainError if an actor has died. Does not wait for those that are at work. May be called in several
+        threads."""
+        check_stopped()
+        ended, running = ray.wait(self._signs, num_returns=len(self._signs), timeout=0) if self._signs else ([], [])
+        ray_cluster.wait(ended)
+        self._signs = running or [actor.__ray_ready__.remote() for actor in self.actors]
+
+    def end(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def refuse_not_finite(step: int, figures: Mapping[str, float]) -> None:
+    """Raise TrainError where a figure of a step, counted from 1, is not a number."""
+    if wrong := [name for name in ("loss", "grad_norm") if not math.isfinite(figures[name])]:
+        raise TrainError(
+            f"take step {step} of the round",
+            f"{wrong[0]} is {figures[wrong[0]]}",
+            "Lower training.learning_rate or training.max_grad_norm.",
+        )
+
+
+class EngineAdapters:
+    """Those of one round. Its methods raise as `ray_cluster.everywhere`."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self._engines = engines
+        self._numbers = itertools.count(1)
+
+    def load(self, name: str, files: AdapterFiles) -> LoadedAdapter:
+        """Load an adapter on every engine."""
+        number = next(self._numbers)
+        return ray_cluster.load(self._engines, f"{name}-{number}", number, files)
+
+    def load_saved(self, adapter: AdapterRef | None) -> LoadedAdapter | None:
+        """The same from its folder. None is the base model, which needs no loading."""
+        return None if adapter is None else self.load(adapter.name, AdapterFiles.read(Path(adapter.path)))
+
+    def unload(self, adapter: LoadedAdapter) -> None:
+        ray_cluster.everywhere(self._engines, lambda engine: engine.unload.remote(adapter))

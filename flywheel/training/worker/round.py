@@ -30,13 +30,12 @@ from flywheel.training.optim.rollout_grading import Pause, has_judge, without_ju
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.stage_checks import FIRST_LOOK
 from flywheel.training.worker import processes
-from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.gate_comparison import GateComparison
+from flywheel.training.worker.processes import EngineAdapters, Trainers
 from flywheel.training.worker.round_prompts import PlannedPrompts, RoundPrompts
 from flywheel.training.worker.round_result import figures_of, figures_of_look
 from flywheel.training.worker.stage_items import StageItems
 from flywheel.training.worker.stage_work import StageWork
-from flywheel.training.worker.trainers import Trainers
 from flywheel.training.worker.users_agent import UsersAgent
 
 log = logging.getLogger("flywheel.training.worker")
@@ -71,8 +70,15 @@ class Round:
         """Start engines and trainer."""
         existing = [self.spec.parent, self.spec.candidate, *(each.adapter for each in self.agent.frozen)]
         trains = self.spec.trains and len(self.training.stages) < len(self.settings.training.stages)
-        needed = processes.Needed(existing, len(self.agent.frozen), trains, self.agent.files)
-        self.about, self.trainers = processes.start(self.spec, self.settings, needed, self.started)
+        self.about, self.trainers = processes.start(
+            self.spec,
+            self.settings,
+            self.started,
+            adapters=existing,
+            frozen=len(self.agent.frozen),
+            trains=trains,
+            files=self.agent.files,
+        )
         self.engines[:] = self.started
 
     def run(self) -> RoundResult:

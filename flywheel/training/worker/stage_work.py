@@ -14,8 +14,7 @@ from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.stages import Training
 from flywheel.training.engine.policy import AdapterFiles
-from flywheel.training.worker.engine_adapters import EngineAdapters
-from flywheel.training.worker.trainers import Trainers
+from flywheel.training.worker.processes import EngineAdapters, Trainers
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.program.other_models import listed, undecided
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
-from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.processes import EngineAdapters
 
 log = logging.getLogger("flywheel.training.worker")
 

@@ -235,7 +235,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     of_stage = work(spec, settings, tmp_path, trainers)
     collector: Any = Sampled(lambda: trainers.model, tokenizer, answers)
     # All checkpoints stay, so that which one is taken does not depend on when the policy collapses.
-    monkeypatch.setattr("flywheel.training.worker.trainers.KEPT", STEPS)
+    monkeypatch.setattr("flywheel.training.worker.processes.KEPT", STEPS)
     run, counted = Reinforcement(of_stage, prompts, collector), of_stage.training
     run.run()
     lines = metrics_of(tmp_path)

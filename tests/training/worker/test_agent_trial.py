@@ -15,7 +15,7 @@ from flywheel.records.program_run import RunResult
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim.rollout_grading import has_judge
-from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.processes import EngineAdapters
 from flywheel.training.worker.users_agent import TRIALS, UsersAgent, with_decided_reward
 from tests.factories.round import round_spec
 from tests.training.data.rollouts import prompt

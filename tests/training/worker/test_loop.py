@@ -21,8 +21,8 @@ from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import AdapterFiles
-from flywheel.training.worker.engine_adapters import EngineAdapters
 from flywheel.training.worker.loop import Epochs, Reinforcement
+from flywheel.training.worker.processes import EngineAdapters
 from tests.factories.round import round_spec
 from tests.factories.stage_loop import FIGURES, StandInTrainers, TrainersHere, work
 from tests.training.data.rollouts import StandIn, prompt, reply, verdict
@@ -150,7 +150,7 @@ def test_what_becomes_of_steps_without_a_token_to_train(
     settings = Config.model_validate({"training": training, "rollout": {"max_model_len": 64}})
     spec = round_spec(settings=settings.model_dump(mode="json"))
     of_stage = work(spec, settings, tmp_path, TrainersHere(spec))
-    monkeypatch.setattr("flywheel.training.worker.trainers.KEPT", steps)
+    monkeypatch.setattr("flywheel.training.worker.processes.KEPT", steps)
     prompts = [replace(prompt(f"t-{n}", (5, 6, 10 + n)), max_tokens=8) for n in range(4)]
     collector: Any = Cutting(cut, tmp_path, last=4)
     run = Reinforcement(of_stage, prompts, collector)

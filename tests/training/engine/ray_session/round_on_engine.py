@@ -18,8 +18,8 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.trainer_actor import Trainer
+from flywheel.training.worker.processes import Trainers
 from flywheel.training.worker.round import Round
-from flywheel.training.worker.trainers import Trainers
 from tests.factories.worker import spec as round_spec
 
 NUMBERS = itertools.count(1000, 10)

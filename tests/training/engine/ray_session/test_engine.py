@@ -24,7 +24,7 @@ from flywheel.training.engine.engine import Engine, StartedEngine
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
-from flywheel.training.worker.engine_adapters import EngineAdapters
+from flywheel.training.worker.processes import EngineAdapters
 from flywheel.training.worker.round import Round
 from tests.factories.engine import generate, load, settings, strange_adapter
 from tests.factories.round import POLICY
