@@ -16,7 +16,7 @@ from flywheel.training.data.samples import StepSize, TrainingRow
 from flywheel.training.data.stages import Training, stage_adapter
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.worker.processes import Trainers
-from flywheel.training.worker.stage_work import StageWork
+from flywheel.training.worker.stage import StageWork
 
 FIGURES = {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5}
 

@@ -36,7 +36,7 @@ from flywheel.training.optim.stage_checks import (
 )
 from flywheel.training.optim.step_figures import of_items, of_rollouts
 from flywheel.training.worker.processes import refuse_not_finite
-from flywheel.training.worker.stage_work import StageWork, steps_of
+from flywheel.training.worker.stage import StageItems, StageWork, steps_of
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -290,3 +290,24 @@ class Epochs(Loop[list[Any]]):
         line["seconds"] = {"train": self._since_last_step()}
         self._metrics.step(number, self.before + self.steps, line)
         self.work.meter.stepped(number, None)
+
+
+def loop_of(
+    stage: Stage, items: StageItems, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> tuple[Loop[Any] | None, str]:
+    """The loop of a stage; without anything to train on, the reason. `held_out` are prompts of whose replies SFT
+    measures the loss."""
+    if stage == "grpo":
+        return (
+            (Reinforcement(items.work, prompts, items.collector), "") if prompts else (None, "no task is left for it")
+        )
+    if stage == "dpo":
+        found = items.pairs(prompts)
+        why = ": ".join(filter(None, (f"none of {len(prompts)} tasks has a better and a worse reply", found.reasons)))
+        return (Epochs("dpo", items.work, found.pairs), "") if found.pairs else (None, why)
+    replies, why = items.replies(prompts)
+    if why:
+        return None, why
+    measured, chosen = items.measured(held_out), items.chosen(prompts, replies)
+    why = f"none of {len(replies)} replies is left by its loss"
+    return (Epochs("sft", items.work, chosen, measured), "") if chosen else (None, why)

@@ -31,11 +31,11 @@ from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.stage_checks import FIRST_LOOK
 from flywheel.training.worker import processes
 from flywheel.training.worker.gate_comparison import GateComparison
+from flywheel.training.worker.loop import loop_of
 from flywheel.training.worker.processes import EngineAdapters, Trainers
 from flywheel.training.worker.round_prompts import PlannedPrompts, RoundPrompts
 from flywheel.training.worker.round_result import figures_of, figures_of_look
-from flywheel.training.worker.stage_items import StageItems
-from flywheel.training.worker.stage_work import StageWork
+from flywheel.training.worker.stage import StageItems, StageWork
 from flywheel.training.worker.users_agent import UsersAgent
 
 log = logging.getLogger("flywheel.training.worker")
@@ -150,7 +150,7 @@ class Round:
         work, before = StageWork(*of_round, folder=adapter.parent), training.steps
         # A process of the trainer may die while the judge is waited for.
         with self._collector(self._grade_for(Purpose.ROUNDS), self.trainers.check) as collector:
-            loop, refusal = StageItems(work, self.engines, collector).loop(stage, prompts, held_out)
+            loop, refusal = loop_of(stage, StageItems(work, self.engines, collector), prompts, held_out)
             steps, why = training.steps - before, ""
             if loop is not None:
                 loop.run()

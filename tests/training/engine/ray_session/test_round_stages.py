@@ -27,10 +27,10 @@ from flywheel.training.data.stages import Training, ended_stages
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.collector import Collector
-from flywheel.training.worker import stage_items
+from flywheel.training.worker import loop
 from flywheel.training.worker.loop import Epochs, Loop, Reinforcement
 from flywheel.training.worker.round import Round
-from flywheel.training.worker.stage_work import StageWork
+from flywheel.training.worker.stage import StageWork
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import reply, verdict
@@ -174,7 +174,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         trainer: Any = Trainer(idle)
         for name, made in zip(("Reinforcement", "Epochs"), loops(trainer, refused, ended), strict=True):
-            patch.setattr(stage_items, name, made)
+            patch.setattr(loop, name, made)
         whole = Round(spec, directory, settings, lambda *_: grade)
         patch.setattr(whole.adapters, "load_saved", lambda _: None)
         whole.engines[:], whole.trainers = [engine], trainer

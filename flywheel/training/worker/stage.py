@@ -1,28 +1,108 @@
-"""What SFT and DPO train on: recorded replies, those of them that are chosen by their loss, and pairs of replies."""
+"""What the loop of a stage works with, its checkpoints, and what SFT and DPO train on: recorded replies, those of
+them that are chosen by their loss, and pairs of replies."""
 
 from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from flywheel.config.file import Config
 from flywheel.config.training import Stage
+from flywheel.errors import TrainError
 from flywheel.records.coreset import text_of
 from flywheel.records.reasons import in_one_clause
-from flywheel.records.round import RoundTask
+from flywheel.records.round import ADAPTER_DIR, RoundSpec, RoundTask
 from flywheel.training.data.loss_selection import by_loss, read_selection, write_selection
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import mean
+from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
+from flywheel.training.data.stages import Training
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.epochs import longest_of, rows_of, stage_settings
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
-from flywheel.training.worker.loop import Epochs, Loop, Reinforcement
-from flywheel.training.worker.stage_work import StageWork
+from flywheel.training.worker.processes import EngineAdapters, Trainers
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a stage works with.
+
+    Attributes:
+        directory: The round's, for figures and rollouts.
+        training: What the stages before ended with, to which this one adds.
+        folder: The stage's, for checkpoints and its adapter.
+    """
+
+    spec: RoundSpec
+    settings: Config
+    directory: Path
+    training: Training
+    trainers: Trainers
+    adapters: EngineAdapters
+    meter: Meter
+    folder: Path
+
+    @property
+    def parent(self) -> AdapterFiles | None:
+        """The adapter that the stage starts from; None for the base model."""
+        found = self.training.adapter
+        return None if found is None else AdapterFiles.read(Path(found.path))
+
+    @property
+    def adapter(self) -> Path:
+        """Where the stage's own will be."""
+        return self.folder / ADAPTER_DIR
+
+    def checkpoint(self, most: int | None = None) -> Path | None:
+        """The last one, or that of at most so many steps."""
+        found = [path for path in self._checkpoints() if most is None or steps_of(path) <= most]
+        return max(found, key=steps_of, default=None)
+
+    def begin(self, stage: Stage, steps: int, longest: int, most: int | None = None) -> int:
+        """Let the trainer go on from the last checkpoint, or that of at most so many steps; those behind it are
+        removed, because they will be written again. The stage has so many `steps`, `longest` is the maximum length of
+        a completion in tokens. Returns how many steps the checkpoint contains."""
+        found = self.checkpoint(most)
+        done = steps_of(found) if found is not None else 0
+        for path in self._checkpoints():
+            if steps_of(path) > done:
+                shutil.rmtree(path)
+        self.trainers.begin(stage, self.settings, steps, longest, self.parent, found)
+        return done
+
+    def save_checkpoint(self, steps: int, last: int) -> None:
+        """Save the state after so many steps of `last`, if it is time to. Raises TrainError if the worker is asked to
+        end."""
+        if steps % self.settings.training.save_steps and steps < last:
+            return
+        self.trainers.save(self.folder / CHECKPOINTS_DIR, steps)
+        if (self.directory / END_FILE).exists():
+            raise TrainError(
+                "go on with the round",
+                "the daemon, which is of another version, has asked its worker to end at this checkpoint",
+                "The round is started again from here.",
+                retryable=True,
+            )
+
+    def _checkpoints(self) -> list[Path]:
+        return list((self.folder / CHECKPOINTS_DIR).glob("step-*[0-9]"))
+
+
+def steps_of(checkpoint: Path) -> int:
+    """The number of steps that a checkpoint contains."""
+    return int(checkpoint.name.removeprefix("step-"))
+
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -31,31 +111,8 @@ class StageItems:
     """Those of one stage, rendered by the engines. What it leaves out is noted in `work.training`."""
 
     def __init__(self, work: StageWork, engines: list[Any], collector: Collector) -> None:
-        self._work, self._engines, self._collector = work, engines, collector
+        self.work, self.collector, self._engines = work, collector, engines
         self._settings, self._training = work.settings, work.training
-
-    def loop(
-        self, stage: Stage, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
-    ) -> tuple[Loop[Any] | None, str]:
-        """The loop of a stage; without anything to train on, the reason. `held_out` are prompts of whose replies SFT
-        measures the loss."""
-        if stage == "grpo":
-            if not prompts:
-                return None, "no task is left for it"
-            return Reinforcement(self._work, prompts, self._collector), ""
-        if stage == "dpo":
-            pairs = self.pairs(prompts)
-            why = f"none of {len(prompts)} tasks has a better and a worse reply"
-            if not pairs.pairs:
-                return None, f"{why}: {pairs.reasons}" if pairs.reasons else why
-            return Epochs("dpo", self._work, pairs.pairs), ""
-        replies, why = self.replies(prompts)
-        if why:
-            return None, why
-        measured, chosen = self.measured(held_out), self.chosen(prompts, replies)
-        if not chosen:
-            return None, f"none of {len(replies)} replies is left by its loss"
-        return Epochs("sft", self._work, chosen, measured), ""
 
     def replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], str]:
         """The replies to imitate; without any, the reason."""
@@ -72,22 +129,22 @@ class StageItems:
     def chosen(self, prompts: Sequence[Prompt], replies: list[RecordedReply]) -> list[RecordedReply]:
         """The replies that are chosen by their loss under the policy that the stage starts from; all if there is
         nothing to choose. A worker that is started again goes on with the choice of the first."""
-        if (pool := self._work.spec.pool) is None:
+        if (pool := self.work.spec.pool) is None:
             return replies
-        lines = read_selection(self._work.directory)
+        lines = read_selection(self.work.directory)
         if not lines:
             settings = stage_settings(self._settings, "sft", len(replies))
             # Nothing of the measurement is left in the policy that is trained: its stage begins anew.
-            about = settings, settings.training.steps, longest_of(replies), self._work.parent
-            self._work.trainers.begin("sft", *about)
-            found = self._work.trainers.nll([rows_of([reply]) for reply in replies])
+            about = settings, settings.training.steps, longest_of(replies), self.work.parent
+            self.work.trainers.begin("sft", *about)
+            found = self.work.trainers.nll([rows_of([reply]) for reply in replies])
             measured = zip(replies, found, strict=True)
             losses = {each.task_id: loss for each, loss in measured if loss is not None}
             tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
             said = {each.task.task_id: each.task.exchange for each in prompts}
             texts = {task: text_of(exchange.history, exchange.query) for task, exchange in said.items()}
-            lines = by_loss(pool, losses, texts, tokens, self._work.spec.seed)
-            write_selection(self._work.directory, lines)
+            lines = by_loss(pool, losses, texts, tokens, self.work.spec.seed)
+            write_selection(self.work.directory, lines)
         outcomes = {line["task_id"]: line["outcome"] for line in lines}
         log.info("replies by their loss: %s", dict(Counter(outcomes.values())))
         return [each for each in replies if outcomes.get(each.task_id, "").startswith("chosen")]
@@ -108,17 +165,17 @@ class StageItems:
             count, rewards = math.ceil(len(others) / training.prompts_per_step), list[float]()
             planned = training.model_copy(update={"steps": count})
             settings = self._settings.model_copy(update={"training": planned})
-            of_round = self._work.spec, settings, self._work.directory, others, self._collector
+            of_round = self.work.spec, settings, self.work.directory, others, self.collector
             steps = RoundSteps(*of_round, self._training.steps)
-            adapter = self._work.adapters.load_saved(self._training.adapter)
-            for batch in roll_out(steps, adapter, self._work.meter, count=count, stage="dpo"):
+            adapter = self.work.adapters.load_saved(self._training.adapter)
+            for batch in roll_out(steps, adapter, self.work.meter, count=count, stage="dpo"):
                 self._training.count(batch)
                 batch.refuse_failed(training.max_undecided_share)
                 batch.refuse_undecided(training.max_undecided_share)
                 rewards += batch.rewards
                 found.add_rollouts(batch, training.dpo.margin)
             self._training.rolled_out(count, mean(rewards), None)
-        found.write(self._work.folder)
+        found.write(self.work.folder)
         if found.rollouts:
             log.info("not in a pair: %s", found.reasons)
         paired = {pair.task_id for pair in found.pairs}
