@@ -66,10 +66,10 @@ from flywheel.training.engine.remote_engine import (
     RemoteModel,
     event_loop,
 )
+from flywheel.training.engine.rollout_engine import ProgramSetup
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import requests
 from flywheel.training.optim.rollout_grading import build_grade, has_judge, without_judge
-from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 
 HELD_OUT: Final = Split.HELD_OUT.value

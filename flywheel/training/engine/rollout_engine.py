@@ -1,25 +1,28 @@
-"""What engines of rollouts do alike, whichever model answers: sessions, recorded tools, the user's agent."""
+"""What engines of rollouts do alike, whichever model answers: a rollout of messages with recorded tools, and one of
+the user's own agent, whose program runs in a child process, and of which the calls that it makes of the model are
+what is trained on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config.file import Config
-from flywheel.records.program_run import RunResult
+from flywheel.judge.rubric.checks.degenerate import find_loop
+from flywheel.records.program_run import ENGINE_FAULTS, RunResult
 from flywheel.records.trace import ChatMessage, get_path
-from flywheel.training.data.loops import cut_loop
-from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.samples import CallTokens, timelines
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
+from flywheel.training.data.samples import CallTokens, Timelines, timelines
 from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.served_application import TIME_UP
 from flywheel.training.engine.session import Session
-from flywheel.training.program import program_rollout
+from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.other_models import OtherModels
 from flywheel.training.program.program_pool import ProgramPool, program_of
-from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import End, RecordedLoop, RecordedTools, ToolSetup
 from flywheel.training.recorded.recordings import trace_results
 
@@ -78,7 +81,7 @@ class RolloutEngine:
         tokens = None if request.as_served else request.max_tokens
         session = self._session(request, tokens=tokens, turns=setup.max_turns, seconds=request.seconds)
         try:
-            return await _rolled_out(request, session, setup)
+            return await _with_recordings(request, session, setup)
         finally:
             session.close()
 
@@ -102,7 +105,7 @@ class RolloutEngine:
                 # At once: what threads of the run ask from now on is refused, and noted.
                 self._endpoint.close(url)
 
-        return await program_rollout.roll_out(request, session, url, run, setup)
+        return await roll_out(request, session, url, run, setup)
 
     def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
         """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""
@@ -145,7 +148,7 @@ class RolloutEngine:
         )
 
 
-async def _rolled_out(request: RolloutRequest, session: Session, setup: ToolSetup) -> Completion:
+async def _with_recordings(request: RolloutRequest, session: Session, setup: ToolSetup) -> Completion:
     """The completion of a request whose task has recordings, or needs no tools. The session keeps to its limits."""
     task = request.prompt.task
     tools = RecordedTools(
@@ -167,16 +170,12 @@ async def _rolled_out(request: RolloutRequest, session: Session, setup: ToolSetu
     calls = session.calls
     if not calls:
         error = error or empty
-    made = timelines(calls)
-    return Completion(
+    return replace(
+        _generated(timelines(calls)),
         text=loop.answer,
-        samples=made.samples,
-        texts=made.texts,
         steps=tuple(loop.steps),
         calls=tuple(loop.calls),
         missed=loop.end is End.MISS,
-        turns=len(calls),
-        forks=made.forks,
         truncated=not error and loop.end is End.TRUNCATED,
         loop=await asyncio.to_thread(cut_loop, calls),
         error=error,
@@ -221,3 +220,113 @@ def _sent_again(message: Mapping[str, Any], *, with_reasoning: bool) -> ChatMess
 def _call_text(call: Mapping[str, Any]) -> str:
     name, arguments = get_path(call, "function", "name"), get_path(call, "function", "arguments")
     return f"{name}({' '.join(str(arguments).split())})"[:MAX_CALL_TEXT]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSetup:
+    """Which models the program is offered, and its limits.
+
+    Attributes:
+        models: The name under which it asks for the model of each target.
+        trained: The target that is trained.
+        frozen: The adapters of the others by those names; None is the base model.
+        max_turns: Calls of the model that is trained.
+        needs_reward: Whether a rollout without a reward of the program is worth nothing.
+        rewards_loops: Whether a loop that was cut off decides the reward, also where the program failed on it.
+    """
+
+    models: Mapping[str, str]
+    trained: str
+    max_turns: int
+    frozen: Mapping[str, LoadedAdapter | None] = field(default_factory=dict)
+    needs_reward: bool = False
+    rewards_loops: bool = True
+
+
+async def roll_out(
+    request: RolloutRequest,
+    session: Session,
+    url: str,
+    run_program: Callable[..., Awaitable[RunResult]],
+    setup: ProgramSetup,
+) -> Completion:
+    """The completion of a request whose task is done by the user's agent, which reaches the `session` at `url`.
+
+    A run that lacks an answer of the model, because the engine failed or a call was given up, has no reward whatever
+    it returned. A run that fails after the rollout reached a limit is truncated: its last message is the answer,
+    unless only the program could say what that is worth. So is one that fails on a message that loops. `run_program`
+    is as `ProgramPool.run`.
+    """
+    # The secret of a rollout is in its URL.
+    endpoints = {target: ModelEndpoint(url, name) for target, name in setup.models.items()}
+    run = await run_program(request.prompt.task.line, endpoints, setup.trained)
+    calls = session.calls
+    made = timelines(calls)
+    loop = await asyncio.to_thread(cut_loop, calls)
+    # What a failed run generated is kept for people to read; nothing of it is trained on.
+    completion = replace(
+        _generated(made),
+        steps=tuple(steps_of(made, "")),
+        truncated=session.is_truncated,
+        run=run,
+        system_prompts=tuple(text for each in made.calls for text in system_prompts_of(each[0].messages)),
+    )
+    # How a run failed says more about a call that it gave up.
+    if (fault := session.fault) is not None and (run.cause is None or fault[0] in ENGINE_FAULTS):
+        why = f"a call of the model has no answer, nor has a retry of it ({fault[0]}): {fault[1]}"
+        return replace(completion, cause=fault[0], error=why)
+    if run.cause is not None:
+        is_decided = bool(loop) and setup.rewards_loops
+        completion = replace(completion, truncated=session.is_truncated or session.is_full)
+        is_limited = completion.truncated or is_decided
+        if fault is not None or not calls or not is_limited or (setup.needs_reward and not is_decided):
+            return replace(completion, cause=run.cause, error=f"the agent failed ({run.cause}): {run.error}")
+    if not calls:
+        why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
+        return replace(completion, cause="no_calls", error=why)
+    answer = text_of(calls[-1].answer.get("content")) if run.response is None else run.response
+    return replace(completion, text=answer, steps=tuple(steps_of(made, answer)), loop=loop)
+
+
+def _generated(made: Timelines) -> Completion:
+    """What the policy has generated in the calls of a rollout."""
+    turns = sum(map(len, made.calls))
+    return Completion(samples=made.samples, texts=made.texts, turns=turns, forks=made.forks)
+
+
+def steps_of(made: Timelines, answer: str) -> Iterator[ChatMessage]:
+    """The messages between question and answer: what each conversation with the model has beyond its first request,
+    one conversation after the other, without a last message that is the answer."""
+    steps = list(itertools.chain.from_iterable(map(_added, made.calls)))
+    if steps and not steps[-1].get("tool_calls") and steps[-1]["content"].strip() == answer.strip():
+        steps.pop()
+    return iter(steps)
+
+
+def _added(calls: Sequence[CallTokens]) -> Iterator[ChatMessage]:
+    for message in calls[-1].messages[len(calls[0].messages) :]:
+        if isinstance(message, Mapping):
+            yield _step(message)
+    yield _step(calls[-1].answer)
+
+
+def _step(message: Mapping[str, Any]) -> ChatMessage:
+    """In the form of traced messages: the content is text."""
+    step: ChatMessage = {"role": str(message.get("role")), "content": text_of(message.get("content"))}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        if value := message.get(name):
+            step[name] = value
+    return step
+
+
+def cut_loop(calls: Iterable[CallTokens]) -> str:
+    """What the first message repeats that loops and was cut off at its limit of tokens; empty if none does. Its
+    reasoning and the arguments of its calls count as well."""
+    for call in calls:
+        if call.finish_reason != "length":
+            continue
+        tools = [get_path(each, "function", "arguments") for each in call.answer.get("tool_calls") or ()]
+        texts = [call.answer.get(name) for name in ("reasoning", "reasoning_content", "content")] + tools
+        if found := next(filter(None, map(find_loop, map(text_of, texts))), ""):
+            return found
+    return ""

@@ -14,8 +14,7 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest
-from flywheel.training.engine.rollout_engine import RolloutEngine
-from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.engine.rollout_engine import ProgramSetup, RolloutEngine
 from tests.factories.task import round_task
 from tests.training.engine.scripted_application import ScriptedApplication, answered, message, started
 from tests.training.program.conftest import WITHOUT_AGENTSCOPE

@@ -18,10 +18,9 @@ from flywheel.secrets import URL_USERS
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.ray_cluster import RoundActor
-from flywheel.training.engine.rollout_engine import RolloutEngine
+from flywheel.training.engine.rollout_engine import ProgramSetup, RolloutEngine
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_pool import program_of
-from flywheel.training.program.program_rollout import ProgramSetup
 from tests.factories import cluster
 from tests.factories.round import POLICY
 

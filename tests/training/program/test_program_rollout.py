@@ -14,8 +14,8 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.rollout_file import rollout_line
 from flywheel.training.data.samples import CallTokens
+from flywheel.training.engine.rollout_engine import ProgramSetup, roll_out
 from flywheel.training.program.agent_program import ModelEndpoint
-from flywheel.training.program.program_rollout import ProgramSetup, roll_out
 from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
 

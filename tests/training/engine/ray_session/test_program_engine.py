@@ -26,10 +26,10 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeig
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
+from flywheel.training.engine.rollout_engine import ProgramSetup
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.optim.rollout_grading import without_judge
-from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.worker.round import Round
 from tests.agents.scripted_model import ScriptedModel
 from tests.factories.engine import strange_adapter
