@@ -149,7 +149,7 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
-    from flywheel.training.program.other_models import listed
+    from flywheel.training.engine.endpoint import listed
     from flywheel.training.program.program_pool import decided_reward
 
     result = checked.result

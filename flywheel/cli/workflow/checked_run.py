@@ -30,8 +30,8 @@ from flywheel.system.http_client import async_client
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.system.terminal import excerpt, quantity
 from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
+from flywheel.training.engine.endpoint import OtherModels, failure_of, undecided
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.other_models import OtherModels, failure_of, undecided
 from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"

@@ -1,7 +1,8 @@
 """An OpenAI API on loopback for the agents of rollouts. Each rollout has a secret in its path, which no other knows.
 
 The server behind it never streams, because streamed token ids are incomplete in some versions of vLLM; a client that
-asks for a stream gets the complete response as one.
+asks for a stream gets the complete response as one. Requests that name another model are counted, and auxiliary
+models answer them, or nobody.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final
 
+import httpx2
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from flywheel.system.http_client import async_client
+from flywheel.system.terminal import quantity
 from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
-from flywheel.training.engine.session import Session, SessionReply
+from flywheel.training.engine.session import Session, SessionReply, refusal
 from flywheel.training.program.agent_program import AgentProgram
-from flywheel.training.program.other_models import OtherModels, failure_of
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
@@ -163,7 +167,7 @@ async def _not_found(*_: object) -> Response:
 
 
 def _error(status: int, message: str, kind: str) -> Response:
-    return _json(SessionReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}}))
+    return _json(refusal(status, message, kind))
 
 
 def _json(reply: SessionReply) -> Response:
@@ -173,3 +177,68 @@ def _json(reply: SessionReply) -> Response:
 def _digest(secret: str) -> str:
     """Secrets are looked up by their hashes, so that the time it takes tells nothing about them."""
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class OtherModels:
+    """Answers in place of the policy, as `AgentProgram.answered_by` says.
+
+    Attributes:
+        asked: How often each name was asked for, those that the policy answers included.
+    """
+
+    def __init__(self, program: AgentProgram) -> None:
+        self.asked: Counter[str] = Counter()
+        self._program = program
+
+    def auxiliary_of(self, body: Mapping[str, Any]) -> str | None:
+        """The key of the auxiliary model that answers a chat request; None if none does."""
+        name = body.get("model")
+        if not isinstance(name, str) or self._program.answered_by(name) != "auxiliary":
+            return None
+        return self._program.auxiliary_name(name)
+
+    async def answer(self, body: Mapping[str, Any], *, is_retry: bool = False) -> Response | None:
+        """The response to a chat request; None if it is for the policy. A client's retry is not counted."""
+        name = body.get("model")
+        if not isinstance(name, str):
+            return None
+        if not is_retry:
+            self.asked[name] += 1
+        if self._program.answered_by(name) == "refuse":
+            return _error(404, f"the model {name} is refused (rollout.models)", "NotFoundError")
+        key = self.auxiliary_of(body)
+        return None if key is None else await self._of_auxiliary(key, body)
+
+    async def _of_auxiliary(self, key: str, body: Mapping[str, Any]) -> Response:
+        """A stream arrives as a whole."""
+        endpoint, seconds = self._program.auxiliary_models[key], self._program.seconds  # no run waits longer
+        headers = {"authorization": f"Bearer {endpoint.api_key}"}
+        try:
+            async with async_client(endpoint.base_url, seconds=seconds, headers=headers, proxies=True) as http:
+                found = await http.post("/chat/completions", json={**body, "model": endpoint.model})
+        except (httpx2.HTTPError, ValueError) as error:
+            why = f"rollout.auxiliary_models.{key} does not answer: {str(error) or type(error).__name__}"
+            return _error(502, why, "BadGatewayError")
+        return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+
+
+def failure_of(response: Response) -> str:
+    """Why an auxiliary model gave no answer, which is no fault of the request; empty otherwise."""
+    status = response.status_code
+    return f"an auxiliary model failed (HTTP status {status})" if status >= 500 or status == 429 else ""
+
+
+def listed(asked: Mapping[str, int]) -> str:
+    """Names with how often each was asked for: `my-agent 2 times, gpt-4o-mini 1 time`."""
+    return ", ".join(f"{name} {quantity(times, 'time')}" for name, times in asked.items())
+
+
+def undecided(program: AgentProgram, asked: Mapping[str, int]) -> str:
+    """A warning about names that the policy answers only because nothing says who does; empty without one."""
+    names = {name: times for name, times in asked.items() if program.answered_by(name) is None}
+    if not names:
+        return ""
+    return (
+        f"the agent asks for {listed(names)}, which is neither an alias nor the base nor an auxiliary model: the"
+        " policy answers, and is trained on it. rollout.models says who answers (policy, auxiliary or refuse)"
+    )

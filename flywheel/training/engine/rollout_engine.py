@@ -17,11 +17,10 @@ from flywheel.records.program_run import ENGINE_FAULTS, RunResult
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
 from flywheel.training.data.samples import CallTokens, Timelines, timelines
-from flywheel.training.engine.endpoint import RolloutEndpoint
+from flywheel.training.engine.endpoint import OtherModels, RolloutEndpoint
 from flywheel.training.engine.served_application import TIME_UP
 from flywheel.training.engine.session import Session
 from flywheel.training.program.agent_program import ModelEndpoint
-from flywheel.training.program.other_models import OtherModels
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.training.recorded.recorded_rollout import End, RecordedLoop, RecordedTools, ToolSetup
 from flywheel.training.recorded.recordings import trace_results

@@ -219,7 +219,7 @@ class Session:
         first token.
         """
         if self._is_closed:
-            return _refusal(410, "this rollout has ended", "Gone")
+            return refusal(410, "this rollout has ended", "Gone")
         key = _key(body)
         call, earlier = self._retried(key, attempt), self._left(key)
         if call is None:
@@ -231,7 +231,7 @@ class Session:
             reply = await asyncio.shield(call.task)
         except asyncio.CancelledError:
             if call.task.cancelled():
-                return _refusal(410, "this rollout has ended", "Gone")
+                return refusal(410, "this rollout has ended", "Gone")
             raise
         except Exception as error:
             call.fault, call.why = "engine_error", f"the engine failed: {error}"
@@ -336,7 +336,7 @@ class Session:
                         self._record(body, answer)
                         self.is_truncated |= self._is_cut(body, limits)
             except _BeyondLimitError as reason:
-                return replace(_refusal(400, str(reason), "BadRequestError"), is_beyond_limit=True)
+                return replace(refusal(400, str(reason), "BadRequestError"), is_beyond_limit=True)
         reply = SessionReply(status, self._stripped(body, answer) if status == 200 else answer)
         if not self._is_frozen(body):
             self.is_full = reply.is_too_long
@@ -435,6 +435,6 @@ def _known_logprob(value: float) -> float | None:
     return value if value > NO_LOGPROB else None
 
 
-def _refusal(status: int, message: str, kind: str) -> SessionReply:
+def refusal(status: int, message: str, kind: str) -> SessionReply:
     """An error as the server writes it."""
     return SessionReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

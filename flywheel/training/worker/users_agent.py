@@ -21,9 +21,9 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.round_directory import REWARD_FILE
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.endpoint import listed, undecided
 from flywheel.training.engine.rollout_engine import ProgramSetup
 from flywheel.training.optim.round_steps import step_requests
-from flywheel.training.program.other_models import listed, undecided
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.worker.processes import EngineAdapters
 

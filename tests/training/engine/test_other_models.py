@@ -11,10 +11,9 @@ import httpx2
 import openai
 import pytest
 
-from flywheel.training.engine.endpoint import RolloutEndpoint
+from flywheel.training.engine.endpoint import OtherModels, RolloutEndpoint, listed, undecided
 from flywheel.training.engine.session import Session
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.other_models import OtherModels, listed, undecided
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 from tests.training.engine.scripted_application import QUESTION, ScriptedApplication, session
