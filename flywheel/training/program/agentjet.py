@@ -1,7 +1,8 @@
 """AgentJet's workflow and judge classes as functions of the contract, and the parts of `ajet` that they import.
 
 An AgentJet project names them as `package.module->Class`. Where `ajet` itself can be imported, its classes are used;
-`astuner` is its earlier name. The classes are pydantic models, as theirs: pydantic must be in the user's interpreter.
+`astuner` is its earlier name. The classes are pydantic models, as theirs: pydantic must be in the user's interpreter,
+which needs nothing else beside the standard library.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import inspect
 import json
 import math
 import os
+import random
 import sys
+import time
 import types
-from collections.abc import Callable, Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any, Final
 
-from flywheel.training.program.agent_program import AgentProgram
-from flywheel.training.program.contract import is_number
-from flywheel.training.program.external_model import external_models
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.contract import StandIns, is_number
 
 ROOTS: Final = ("ajet", "astuner")
 EXECUTE: Final = ("agentscope_execute", "execute")
@@ -33,13 +35,19 @@ EXECUTE: Final = ("agentscope_execute", "execute")
 INSTEAD: Final = dict.fromkeys(("AgentJetJob", "AstunerJob"), "start rounds with `flywheel round -c FILE.yaml`")
 BRIDGE_VARIABLES: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
 """What the `create_external_llm_fn` of an installed AgentJet reads."""
+SECONDS: Final = 300.0
+"""Longest call of a model that is not trained."""
+TRIES: Final = 3
+"""Of such a call."""
+PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
+"""HTTP statuses after which another attempt may succeed."""
 notes: Final[list[str]] = []
 """What users should know about the packages, in sentences."""
 
 
 def install_shim(program: AgentProgram) -> None:
     """Make `ajet` and `astuner` importable where they are not, once. Raises ImportError without pydantic."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _Packages) for finder in sys.meta_path):
         return
     notes.clear()
     missing = []
@@ -57,7 +65,7 @@ def install_shim(program: AgentProgram) -> None:
             )
     if missing:
         # First: the folder of a package that cannot be imported stays where it is.
-        sys.meta_path.insert(0, _Finder(missing, _stand_ins(program)))
+        sys.meta_path.insert(0, _Packages(missing, _stand_ins(program)))
 
 
 def _imported(root: str) -> tuple[types.ModuleType | None, str]:
@@ -143,18 +151,15 @@ class MathAnswerAsJudge:
         raise NotImplementedError("it is decided outside of this process: name it as the judge")
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds the packages `roots` and any module below them. All have the same names; those that are missing here can
-    be imported, and raise an error when they are used."""
+class _Packages(StandIns):
+    """The packages `roots` and any module below them. All have the same names; those that are missing here can be
+    imported, and raise an error when they are used."""
 
     def __init__(self, roots: list[str], names: Mapping[str, Any]) -> None:
-        self._roots, self._names = roots, names
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self._roots else None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__dict__.update(self._names, __getattr__=partial(_missing, module.__name__))
+        super().__init__(
+            lambda name: name.partition(".")[0] in roots,
+            lambda module: {**names, "__getattr__": partial(_missing, module)},
+        )
 
 
 def _missing(module: str, name: str) -> Any:
@@ -425,3 +430,60 @@ def _typed(message: Any) -> Any:
         return message
     parts = [{"type": "text", **part} if isinstance(part, dict) and "text" in part else part for part in content]
     return {**message, "content": parts}
+
+
+def external_models(program: AgentProgram) -> Callable[..., Callable[..., dict[str, str]]]:
+    """`create_external_llm_fn` for the models that a program may ask."""
+
+    def create_external_llm_fn(
+        alien_llm_model: str, alien_llm_response_length: int | None = None
+    ) -> Callable[..., dict[str, str]]:
+        endpoint = _endpoint(program, alien_llm_model)
+
+        def ask(
+            messages: Sequence[Mapping[str, Any]],
+            sampling_params_override: Mapping[str, Any] | None = None,
+            request_id: str = "",
+        ) -> dict[str, str]:
+            body: dict[str, Any] = {"model": endpoint.model, "messages": list(messages), "n": 1, "temperature": 0.0}
+            if alien_llm_response_length is not None:
+                body["max_completion_tokens"] = alien_llm_response_length
+            return _answer(endpoint, body | dict(sampling_params_override or {}))
+
+        return ask
+
+    return create_external_llm_fn
+
+
+def _endpoint(program: AgentProgram, model: str) -> ModelEndpoint:
+    """That of the auxiliary model of this name, or else the judge's."""
+    if (name := program.auxiliary_name(model)) is not None:
+        return program.auxiliary_models[name]
+    if program.judge is None:
+        raise RuntimeError(f"no endpoint has the model {model}: add it to rollout.auxiliary_models")
+    return ModelEndpoint(program.judge.base_url, model, program.judge.api_key)
+
+
+def _answer(endpoint: ModelEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
+    why = ""
+    for left in reversed(range(TRIES)):
+        # Several keys are written as `k1|k2`.
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {random.choice(endpoint.api_key.split('|')).strip()}",
+        }
+        url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+                message = json.load(reply)["choices"][0]["message"]
+            return {"role": str(message.get("role") or "assistant"), "content": str(message.get("content") or "")}
+        except urllib.error.HTTPError as error:
+            why = f"HTTP status {error.code}: {error.read(500).decode(errors='replace')}"
+            if error.code not in PASSING:
+                break
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if left:
+            time.sleep(1.0)
+    raise RuntimeError(f"{endpoint.model} at {endpoint.base_url} does not answer: {why}")

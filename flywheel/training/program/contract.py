@@ -20,13 +20,14 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import LARGEST_REWARD, FailureCause
 from flywheel.system.python_files import FunctionName, parsed
-from flywheel.training.program import trinity
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
@@ -60,7 +61,8 @@ def load_function(spec: str, program: AgentProgram | None = None) -> Callable[..
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name
-    trinity.install_shim()
+    if _TRINITY not in sys.meta_path:
+        sys.meta_path.append(_TRINITY)
     if found.is_class:
         # Where AgentJet runs, and where a checkout of it is.
         _add_path(Path.cwd())
@@ -359,3 +361,51 @@ def chat_model(endpoint: ModelEndpoint) -> Any:
     return chat(
         model_name=endpoint.model, api_key=endpoint.api_key, stream=False, **{client: {"base_url": endpoint.base_url}}
     )
+
+
+TRINITY_MODULES: Final = ("trinity", "trinity.common", "trinity.common.rewards", "trinity.common.rewards.math_reward")
+_THOUGHT: Final = re.compile(r"\s*<think>.*?</think>(?!.*</?think>).*", re.DOTALL)
+
+
+class MathBoxedRewardFn:
+    """1 as `accuracy` if the last boxed result of a response equals the right one, compared as by `math-equal`."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def __call__(
+        self,
+        response: str,
+        truth: str | None = None,
+        with_think: bool | None = False,
+        format_score_coef: float | None = 0.1,
+        **_: Any,
+    ) -> dict[str, float]:
+        try:
+            # Only here: it needs what workflows and other judges do not.
+            from flywheel.judge.rubric.checks.math_equal import equals_boxed
+        except ImportError as error:
+            from flywheel.system import own_package
+
+            install = f"{sys.executable} -m pip install {own_package.requirement()}"
+            raise ImportError(f"MathBoxedRewardFn needs Flywheel's base install ({error}): {install}") from error
+        is_right = truth is not None and equals_boxed(response or "", str(truth))
+        lacks_thought = bool(with_think) and _THOUGHT.fullmatch(response or "") is None
+        return {"accuracy": float(is_right), "format_score": -(format_score_coef or 0.1) if lacks_thought else 0.0}
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds the modules that `has` names; `names` has what is in one of them."""
+
+    def __init__(self, has: Callable[[str], bool], names: Callable[[str], Mapping[str, Any]]) -> None:
+        self._has, self._names = has, names
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if self._has(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(self._names(module.__name__))
+
+
+_TRINITY: Final = StandIns(TRINITY_MODULES.__contains__, lambda _: {"MathBoxedRewardFn": MathBoxedRewardFn})
+"""What judges of AgentScope's tuner import from Trinity-RFT, where that is not installed. It comes last: Trinity
+itself is found before it."""
