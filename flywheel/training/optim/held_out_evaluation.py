@@ -1,22 +1,26 @@
-"""Evaluation on held-out tasks: two adapters answer with the same seeds and are graded by the same rubric."""
+"""Evaluation on held-out tasks and suites: two adapters answer with the same seeds and are graded by the same rubric,
+and the comparison of their answers, as the gate reads it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import get_args
 
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.judge.rubric.criterion import Criterion
-from flywheel.records.round import RoundSpec, Suite
+from flywheel.records.round import Comparison, RoundSpec, Suite, SuiteComparison
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
-from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest, add_usage
 from flywheel.training.data.rollout_file import append_answer, write_answers
+from flywheel.training.gate.gate import TRIPWIRES
+from flywheel.training.gate.intervals import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.gate.tripwires import measures
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.rollout_grading import rubric_of
@@ -26,7 +30,6 @@ CUT_AFTER = 0.9
 
 Rewards = tuple[float | None, ...]
 Pairs = list[tuple[Rewards, Rewards]]
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +119,42 @@ def answer(
         on_rollout=write,
     )
     whole = collector.grade_again(whole, on_rollout=write)
-    rollouts = whole.rollouts
-    of_sides = [RolloutBatch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
-    for side, name in zip(of_sides, ("candidate", "deployed adapter"), strict=True):
+    by_prompt = [whole.rollouts[at : at + samples] for at in range(0, len(whole.rollouts), samples)]
+    candidate, deployed = by_side = by_prompt[::2], by_prompt[1::2]
+    batches = [RolloutBatch(tuple(chain(*side))) for side in by_side]
+    for side, name in zip(batches, ("candidate", "deployed adapter"), strict=True):
         side.refuse_undecided(settings.training.max_undecided_share, of=f"the {name}'s answers")
-    of_sides[1].refuse_failed(settings.training.max_undecided_share)
-    pairs = _paired(_scores(rollouts, samples), samples)
-    decided = sum(all(set(side) - {None} for side in sides) for sides in pairs)
+    batches[1].refuse_failed(settings.training.max_undecided_share)
+    # The lowest and the highest reward: those of a rubric are within 0 and 1, those of the user's agent need not be.
+    limits = min((0.0, *whole.rewards)), max((1.0, *whole.rewards))
+    rewards = _scores(by_side, limits)
+    decided = sum(all(set(side) - {None} for side in both) for both in rewards)
     if decided < gate.min_tasks <= len(prompts):
         kind = f"tasks of the suite {suite}" if (suite := prompts[0].task.suite) else "held-out tasks"
         raise TrainError(
             f"compare {spec.round_id} with what serves",
             f"of {len(prompts)} {kind} only {decided} have a verdict for both adapters, and gate.min_tasks is"
-            f" {gate.min_tasks}; {whole.undecided} of {len(rollouts)} answers are undecided",
+            f" {gate.min_tasks}; {whole.undecided} of {len(whole.rollouts)} answers are undecided",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
     rubric = rubric_of(spec) if spec.rubric else None
     values = {
-        criterion.id: _flat(_paired([_value(rollout, criterion) for rollout in rollouts], samples))
-        for criterion in (rubric.every if rubric is not None else ())
+        each.id: _pairs([[[*chain(*(_value(one, each) for one in own))] for own in side] for side in by_side])
+        for each in (rubric.every if rubric is not None else ())
     }
-    candidate, deployed = (
-        [side.rollouts[at : at + samples] for at in range(0, len(side.rollouts), samples)] for side in of_sides
-    )
-    at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
-    missed = [side.missed for side in of_sides]
+    missed = [side.missed for side in batches]
     # What the engine failed is undecided.
-    failed = [sum(not each.completion.needs_reward for each in side.rollouts) - side.missed for side in of_sides]
+    failed = [sum(not each.completion.needs_reward for each in side.rollouts) - side.missed for side in batches]
     found = measures(candidate, deployed, rubric)
     return HeldOutAnswers(
-        pairs,
-        _limits(rollouts),
-        at_bound,
+        rewards,
+        limits,
+        _scores(by_side, limits, at_bound=True),
         (missed[0], missed[1]),
         (failed[0], failed[1]),
-        {name: of_criterion for name, of_criterion in values.items() if _is_known(of_criterion)},
-        {name: [_measured(sides) for sides in of_measure] for name, of_measure in found.items()},
+        {name: own for name, own in values.items() if any(set(chain(*both)) - {None} for both in own)},
+        {name: [_measured(both) for both in of_measure] for name, of_measure in found.items()},
         whole.usage(),
     )
 
@@ -172,49 +174,31 @@ def _value(rollout: Rollout, criterion: Criterion) -> tuple[float | None, ...]:
     return (None,) if is_undecided and (criterion.asks_the_judge or rollout.verdict is None) else ()
 
 
-def _flat(pairs: Sequence[tuple[tuple[Rewards, ...], ...]]) -> Pairs:
-    return [(tuple(chain(*candidate)), tuple(chain(*deployed))) for candidate, deployed in pairs]
-
-
-def _measured(sides: tuple[Rewards, Rewards]) -> tuple[Rewards, Rewards]:
-    candidate, deployed = (tuple(value for value in side if value is not None) for side in sides)
+def _measured(both: tuple[Rewards, Rewards]) -> tuple[Rewards, Rewards]:
+    candidate, deployed = (tuple(value for value in side if value is not None) for side in both)
     return candidate, deployed
 
 
-def _is_known(pairs: Pairs) -> bool:
-    return any(value is not None for sides in pairs for value in chain(*sides))
-
-
-def _limits(rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """The lowest and the highest reward: those of a rubric are within 0 and 1, those of the user's agent need not
-    be."""
-    known = [each.reward for each in rollouts if each.reward is not None]
-    return min((0.0, *known)), max((1.0, *known))
-
-
-def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:
-    """The reward of each answer, or the score of its miss or failure."""
-    worst, best = _limits(rollouts)
-    found: list[float | None] = [None] * len(rollouts)
-    for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
-        own = [rollouts[place] for place in places]
-        rewards = [each.reward for each in own]
+def _scores(
+    by_side: Sequence[Sequence[Sequence[Rollout]]], limits: tuple[float, float], *, at_bound: bool = False
+) -> Pairs:
+    """The reward of each answer, or the score of its miss or failure, given the answers of both sides by prompt."""
+    found = []
+    for name, side in zip(get_args(Side), by_side, strict=True):
+        own = [*chain(*side)]
         missed = [not each.completion.needs_reward for each in own]
-        scores = gate_rewards(rewards, missed, side, at_bound=at_bound, worst=worst, best=best)
-        for place, score in zip(places, scores, strict=True):
-            found[place] = score
-    return found
+        worst, best = limits
+        scores = iter(
+            gate_rewards([each.reward for each in own], missed, name, at_bound=at_bound, worst=worst, best=best)
+        )
+        found.append([[*islice(scores, len(answers))] for answers in side])
+    return _pairs(found)
 
 
-def _places(count: int, samples: int) -> list[list[int]]:
-    """The numbers of the candidate's answers, and of those of the deployed adapter."""
-    return [[place for place in range(count) if place // samples % 2 == side] for side in range(2)]
-
-
-def _paired(values: Sequence[Value], samples: int) -> list[tuple[tuple[Value, ...], tuple[Value, ...]]]:
-    """The results of both adapters, prompt by prompt."""
-    sides = [tuple(values[start : start + samples]) for start in range(0, len(values), samples)]
-    return list(zip(sides[::2], sides[1::2], strict=True))
+def _pairs(by_side: Sequence[Sequence[Sequence[float | None]]]) -> Pairs:
+    """The values of both sides, prompt by prompt."""
+    candidate, deployed = ([tuple(values) for values in side] for side in by_side)
+    return list(zip(candidate, deployed, strict=True))
 
 
 def requests(
@@ -243,4 +227,78 @@ def requests(
         for group, prompt in enumerate(prompts)
         for side in sides
         for sample in range(samples)
+    ]
+
+
+Sides = tuple[LoadedAdapter, LoadedAdapter | None]
+"""The candidate and the deployed adapter; None is the base model."""
+
+
+class GateComparison:
+    """`collector` makes one for the round's tasks, or for a suite."""
+
+    def __init__(
+        self, spec: RoundSpec, settings: Config, directory: Path, collector: Callable[[Suite | None], Collector]
+    ) -> None:
+        self._spec, self._settings, self._directory, self._collector = spec, settings, directory, collector
+        self.usage: dict[str, int] = {}
+
+    def answers(self, prompts: list[Prompt], suites: Sequence[tuple[Suite, list[Prompt]]]) -> int:
+        """How many it compares, those of suites included."""
+        compared = [prompts, *(of_suite for _, of_suite in suites)]
+        return sum(2 * self._settings.gate.samples_for(len(each)) * len(each) for each in compared)
+
+    def of(self, prompts: list[Prompt], suites: Sequence[tuple[Suite, list[Prompt]]], sides: Sides) -> Comparison:
+        """The comparison on the prompts and on those of each suite. Raises TrainError."""
+        gate, seed, paired = self._settings.gate, self._spec.seed, partial(_by_task, prompts)
+        assert self._spec.test is not None
+        answers = self._answers(prompts, None, sides)
+        compared = partial(
+            compare,
+            samples=gate.samples_for(len(prompts)),
+            alpha=self._spec.test.alpha,
+            needed=gate.min_gain,
+            seed=seed,
+            limits=answers.limits,
+        )
+        whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
+        candidate_failed, deployed_failed = answers.failed
+        at_bound = compared(paired(answers.at_bound)) if deployed_missed or deployed_failed else None
+        by_measure = partial(compare_criterion, confidence=gate.confidence, seed=seed)
+        criteria = [
+            by_measure(criterion.id, paired(answers.values[criterion.id]), takes_away=criterion.weight < 0)
+            for criterion in (rubric_of(self._spec).every if answers.values else ())
+            if criterion.id in answers.values
+        ]
+        tripwires = [by_measure(name, paired(answers.tripwires[name]), takes_away=False) for name in TRIPWIRES]
+        return whole.model_copy(
+            update={
+                "criteria": criteria,
+                # What no answer tells is not listed.
+                "tripwires": [each for each in tripwires if each.tasks],
+                "suites": [self._of_suite(*each, sides) for each in suites],
+                "candidate_missed": candidate_missed,
+                "deployed_missed": deployed_missed,
+                "candidate_failed": candidate_failed,
+                "deployed_failed": deployed_failed,
+                "lower_at_bound": at_bound and at_bound.lower,
+            }
+        )
+
+    def _of_suite(self, suite: Suite, prompts: list[Prompt], sides: Sides) -> SuiteComparison:
+        answers = self._answers(prompts, suite, sides)
+        confidence, seed = self._settings.gate.confidence, self._spec.seed
+        return compare_suite(suite.name, _by_task(prompts, answers.rewards), confidence=confidence, seed=seed)
+
+    def _answers(self, prompts: list[Prompt], suite: Suite | None, sides: Sides) -> HeldOutAnswers:
+        with self._collector(suite) as collector:
+            answers = answer(prompts, sides, self._spec, self._settings, collector, self._directory)
+        self.usage = add_usage(self.usage, answers.usage)
+        return answers
+
+
+def _by_task(prompts: Sequence[Prompt], pairs: Pairs) -> list[Paired]:
+    return [
+        Paired(prompt.task.task_id, *sides, prompt.task.conversation)
+        for prompt, sides in zip(prompts, pairs, strict=True)
     ]

@@ -24,13 +24,12 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.engine.policy import AdapterFiles, copy_adapter, is_unchanged
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.held_out_evaluation import answer_alone
+from flywheel.training.optim.held_out_evaluation import GateComparison, answer_alone
 from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.rollout_grading import Pause, has_judge, without_judge
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.stage_checks import FIRST_LOOK
 from flywheel.training.worker import processes
-from flywheel.training.worker.gate_comparison import GateComparison
 from flywheel.training.worker.loop import loop_of
 from flywheel.training.worker.processes import EngineAdapters, Trainers
 from flywheel.training.worker.round_prompts import PlannedPrompts, RoundPrompts

@@ -20,8 +20,7 @@ from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
-from flywheel.training.worker.gate_comparison import GateComparison
+from flywheel.training.optim.held_out_evaluation import GateComparison, HeldOutAnswers, answer
 from flywheel.training.worker.round import Round
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
 
