@@ -13,17 +13,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from flywheel.config.file import Config
 from flywheel.config.training import Stage
-from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundTask, StageResult
+from flywheel.records.round import (
+    ADAPTER_DIR,
+    LONGEST_SYSTEM_PROMPT,
+    AdapterRef,
+    RoundSpec,
+    RoundTask,
+    Sampling,
+    StageResult,
+    SystemPrompt,
+)
 from flywheel.system.files import tree_sha256, write_atomic
+from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.rollout import RolloutBatch, add_usage
 
 log = logging.getLogger("flywheel.training.worker")
 
+MOST_SYSTEM_PROMPTS: Final = 10
 STAGES_DIR: Final = "stages"
 TRAINED_FILE: Final = "trained.json"
 """In the folder of a stage that has ended: what it and those before it ended with."""
@@ -71,6 +83,42 @@ class Training:
             log.warning("stage %s %s: %s", stage, "is skipped" if adapter is None else "ended early", reason)
         self.stages.append(StageResult(stage=stage, outcome=outcome, reason=reason, steps=steps, tasks=tasks))
         self.adapter = adapter or self.adapter
+
+    def figures(self, spec: RoundSpec, settings: Config, directory: Path) -> dict[str, Any]:
+        """The fields of the result of a round whose stages have ended. What was set aside is noted."""
+        lines = read_selection(directory) if spec.pool is not None else []
+        released = [line["task_id"] for line in lines if line["outcome"] == "released"]
+        self.left_out |= {line["task_id"]: why_set_aside(line) for line in lines if line["outcome"] == "set aside"}
+        others = self.with_gradient | set(released)
+        return {
+            "stages": self.stages,
+            "partly": self.partly,
+            "reason": self.reason,
+            "steps": sum(each.steps for each in self.stages),
+            "sampling": self.sampling(settings) if self.rollout_steps else None,
+            "released": released,
+            "without_gradient": [
+                *(task.task_id for task in spec.train if task.task_id not in others),
+                *spec.left_out,
+            ],
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+        }
+
+    def sampling(self, settings: Config) -> Sampling:
+        """How the rollouts were sampled."""
+        found = self.system_prompts
+        most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
+        return Sampling(
+            temperature=settings.rollout.temperature,
+            steps=self.rollout_steps,
+            prompts=settings.rollout.prompts_asked(settings.training.prompts_per_step),
+            group_size=settings.training.group_size,
+            system_prompts=[
+                SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
+            ],
+            further_system_prompts=len(found) - len(most),
+        )
 
 
 _TRAINING: Final = TypeAdapter(Training)

@@ -28,12 +28,11 @@ from flywheel.training.optim.held_out_evaluation import GateComparison, answer_a
 from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.rollout_grading import Pause, has_judge, without_judge
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
-from flywheel.training.optim.stage_checks import FIRST_LOOK
+from flywheel.training.optim.stage_checks import FIRST_LOOK, found_to_learn
 from flywheel.training.worker import processes
 from flywheel.training.worker.loop import loop_of
 from flywheel.training.worker.processes import EngineAdapters, Trainers
 from flywheel.training.worker.round_prompts import PlannedPrompts, RoundPrompts
-from flywheel.training.worker.round_result import figures_of, figures_of_look
 from flywheel.training.worker.stage import StageItems, StageWork
 from flywheel.training.worker.users_agent import UsersAgent
 
@@ -100,7 +99,7 @@ class Round:
             return self._debug(train)
         with self._timed("train"):
             self._train(train, compared)
-        figures = figures_of(self.training, self.spec, self.settings, self.directory)
+        figures = self.training.figures(self.spec, self.settings, self.directory)
         self.planned.left_out.update(self.training.left_out)
         if self.training.refusal:
             return self._result("refused", **figures)
@@ -194,9 +193,19 @@ class Round:
         with self._timed("train"), self._collector(self._grade) as collector:
             steps = RoundSteps(self.spec, self.settings, self.directory, prompts, collector)
             batches = list(roll_out(steps, adapter, self.meter, count=count))
-        figures = figures_of_look(batches, self.training, self.settings)
+        for batch in batches:
+            self.training.count(batch)
+        means = [batch.summary()["reward_mean"] for batch in batches]
+        self.training.rolled_out(len(batches), means[0], means[-1])
         self.usage = self.training.usage
-        return self._result("debug", **figures)
+        return self._result(
+            "debug",
+            reason=found_to_learn(batches, self.settings.rollout),
+            steps=len(batches),
+            sampling=self.training.sampling(self.settings),
+            reward_first=means[0],
+            reward_last=means[-1],
+        )
 
     def _evaluate(self, prompts: list[Prompt]) -> RoundResult:
         """Let one adapter, or the base model, answer the held-out tasks."""
