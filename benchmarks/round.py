@@ -67,7 +67,7 @@ from flywheel.records.round import (
 from flywheel.system.files import write_atomic
 from flywheel.training.data import rollout_file
 from flywheel.training.data.round_progress import read_steps
-from flywheel.training.data.step_times import PARTS, figures_of, times_of
+from flywheel.training.data.step_figures import PARTS, figures_of, times_of
 
 ROOT: Final = Path(__file__).parent.parent
 RESULTS: Final = ROOT / "docs" / "benchmarks" / "round.json"

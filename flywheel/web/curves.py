@@ -20,7 +20,7 @@ import orjson
 
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.round_progress import Phase as RoundPhase
-from flywheel.training.data.step_times import PARTS, WORKERS
+from flywheel.training.data.step_figures import PARTS, WORKERS
 
 KEPT_ROUNDS: Final = 24
 HEAD_BYTES: Final = 256

@@ -31,7 +31,7 @@ from flywheel.store.views import round_list
 from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
-from flywheel.training.data.step_times import times_of
+from flywheel.training.data.step_figures import times_of
 from flywheel.web import actions
 from flywheel.web.curves import Curves, MetricsTails, charts_of, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence

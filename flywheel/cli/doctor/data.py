@@ -37,7 +37,7 @@ from flywheel.system.lock import holder
 from flywheel.system.terminal import byte_size, duration, quantity
 from flywheel.training.data.groups import MIN_COMPLETE_SHARE
 from flywheel.training.data.round_progress import read_steps
-from flywheel.training.data.step_times import figures_of, times_of
+from flywheel.training.data.step_figures import figures_of, times_of
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
 

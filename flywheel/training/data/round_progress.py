@@ -167,12 +167,6 @@ def progress_of(round_dir: Path) -> RoundProgress | None:
     return None
 
 
-UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate")
-"""Figures of an update that `metrics.jsonl` has."""
-TOKEN_MEANS: Final = ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl")
-"""Means over an update's trained tokens that `metrics.jsonl` has; `kl` only with `training.beta`."""
-
-
 class Metrics:
     """The metrics file of one round."""
 

@@ -11,7 +11,7 @@ import pytest
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_rounds
 from flywheel.config.file import Config
-from flywheel.training.data.step_times import figures_of, times_of
+from flywheel.training.data.step_figures import figures_of, times_of
 
 STEPS: list[dict[str, Any]] = [
     {

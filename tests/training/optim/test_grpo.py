@@ -553,7 +553,7 @@ def test_layers_that_this_model_cannot_train_are_not_tried_again(modules: list[s
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
-    from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES
+    from flywheel.training.data.step_figures import TOKEN_MEANS, UPDATE_FIGURES
     from tests.factories.policy import save_adapter
 
     done = Trained(rows(), beta=0.1, micro_batch_tokens=30)
