@@ -24,12 +24,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.groups import group_advantages
-from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow
+from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow, minibatches, rows_of
 from flywheel.training.engine.policy import trainer_dtypes
-from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from flywheel.training.optim.losses import made_loss
 from flywheel.training.optim.policy_step import PolicyStep
 from flywheel.training.worker.processes import refuse_not_finite
+from flywheel.training.worker.stage import stage_settings
 from tests.factories.policy import load_policy
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"

@@ -13,13 +13,13 @@ import ray
 
 from flywheel.config.file import Config
 from flywheel.config.training import Stage
-from flywheel.training.data.samples import Item, StepSize
+from flywheel.training.data.samples import Item, StepSize, rows_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import AdapterFiles
-from flywheel.training.optim.epochs import rows_of, stage_settings
 from flywheel.training.optim.trainer_actor import Trainer
 from flywheel.training.worker.processes import Trainers
+from flywheel.training.worker.stage import stage_settings
 from tests.factories import cluster
 from tests.factories.policy_training import LONGEST, TEMPERATURE, TRAINING, OutOfMemory, gradients
 from tests.factories.round import POLICY, round_spec

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,3 +264,26 @@ def divided(items: Sequence[Item], parts: int) -> list[list[Item]]:
         part_of[unit] = filled.index(min(filled))
         filled[part_of[unit]] += tokens
     return [[item for unit, item in zip(units, items, strict=True) if part_of[unit] == part] for part in range(parts)]
+
+
+def rows_of(replies: Sequence[RecordedReply]) -> list[TrainingRow]:
+    """The rows of a batch: each has the advantage 1, and no engine, so that GRPO's loss of them is the mean negative
+    log-likelihood of their tokens (`stage_settings`). A reply of several samples is one rollout."""
+    return [TrainingRow(number, sample, 1.0) for number, reply in enumerate(replies) for sample in reply.samples]
+
+
+def longest_of(items: Sequence[RecordedReply] | Sequence[Pair]) -> int:
+    """Number of tokens of the longest recorded reply; 0 for pairs, whose loss does not depend on it."""
+    lengths = (len(sample.token_ids) for item in items for sample in getattr(item, "samples", ()))
+    return max(lengths, default=0)
+
+
+def minibatches(count: int, size: int, epochs: int, seed: int) -> list[list[int]]:
+    """Numbers below `count` in batches of `size`, the last of an epoch perhaps smaller. Each epoch has all of them,
+    in an order that depends on the seed and the epoch."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        batches += [order[start : start + size] for start in range(0, count, size)]
+    return batches

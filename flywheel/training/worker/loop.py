@@ -22,11 +22,10 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, mean
 from flywheel.training.data.rollout_file import step_files
 from flywheel.training.data.round_progress import Metrics, read_steps
-from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
+from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow, longest_of, minibatches, rows_of
 from flywheel.training.data.step_figures import of_items, of_rollouts
 from flywheel.training.engine.policy import adapter_of_checkpoint, appear
 from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.epochs import longest_of, minibatches, own_settings, rows_of, stage_settings
 from flywheel.training.optim.round_steps import RoundSteps
 from flywheel.training.optim.stage_checks import (
     IN_A_ROW,
@@ -36,7 +35,7 @@ from flywheel.training.optim.stage_checks import (
     UntrainedError,
 )
 from flywheel.training.worker.processes import refuse_not_finite
-from flywheel.training.worker.stage import StageItems, StageWork, steps_of
+from flywheel.training.worker.stage import StageItems, StageWork, own_settings, stage_settings, steps_of
 
 log = logging.getLogger("flywheel.training.worker")
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flywheel.config.file import Config
-from flywheel.config.training import Stage
+from flywheel.config.training import DpoSettings, SftSettings, Stage
 from flywheel.errors import TrainError
 from flywheel.records.coreset import text_of
 from flywheel.records.reasons import in_one_clause
@@ -24,12 +24,11 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import mean
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE
 from flywheel.training.data.round_progress import Meter
-from flywheel.training.data.samples import RecordedReply
+from flywheel.training.data.samples import RecordedReply, longest_of, rows_of
 from flywheel.training.data.stages import Training
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.epochs import longest_of, rows_of, stage_settings
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.worker.processes import EngineAdapters, Trainers
 
@@ -211,3 +210,27 @@ class StageItems:
             else:
                 kept.append(each)
         return kept, refused
+
+
+LIKE_SFT = {"beta": 0.0, "updates_per_batch": 1, "loss_type": "dapo", "importance": "truncated"}
+"""Settings of GRPO that make its loss a mean over tokens."""
+
+
+def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -> Config:
+    """The settings with which a trainer trains on so many items in this stage: its learning rate and schedule, and
+    for SFT those of GRPO that would change the loss."""
+    own = own_settings(settings, stage)
+    training = {
+        "steps": own.epochs * math.ceil(items / own.batch_size),
+        "learning_rate": own.learning_rate,
+        "scheduler": own.scheduler,
+        "warmup_steps": own.warmup_steps,
+        **(LIKE_SFT if stage == "sft" else {}),
+    }
+    rollout = settings.rollout.model_copy(update={"temperature": 1.0})
+    return settings.model_copy(update={"training": settings.training.model_copy(update=training), "rollout": rollout})
+
+
+def own_settings(settings: Config, stage: Literal["sft", "dpo"]) -> SftSettings | DpoSettings:
+    """The section of the settings that is the stage's own."""
+    return settings.training.sft if stage == "sft" else settings.training.dpo

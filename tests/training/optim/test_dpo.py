@@ -13,8 +13,8 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
-from flywheel.training.data.samples import Pair, Sample, StepSize
-from flywheel.training.optim.epochs import minibatches, stage_settings
+from flywheel.training.data.samples import Pair, Sample, StepSize, minibatches
+from flywheel.training.worker.stage import stage_settings
 from tests.factories.pair import PAIRS, pair_sample
 from tests.factories.policy_training import OutOfMemory, Trained, policy, policy_step
 from tests.factories.round import POLICY

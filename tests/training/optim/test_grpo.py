@@ -14,8 +14,8 @@ import pytest
 from flywheel.config.training import LoraSettings, Stage
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import Sample, TrainingRow
-from flywheel.training.optim.epochs import stage_settings
 from flywheel.training.worker.processes import refuse_not_finite
+from flywheel.training.worker.stage import stage_settings
 from tests.factories.pair import PAIRS
 from tests.factories.policy_training import (
     LONGEST,

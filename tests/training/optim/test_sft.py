@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from flywheel.config.file import Config
 from flywheel.records.round import AdapterRef
 from flywheel.serving.adapter_files import WEIGHTS_FILE
-from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
+from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow, minibatches, rows_of
 from flywheel.training.engine.policy import is_unchanged
-from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
+from flywheel.training.worker.stage import stage_settings
 from tests.factories.policy_training import Trained, gradients, policy, policy_step
 from tests.factories.round import POLICY
 

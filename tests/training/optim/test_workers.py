@@ -15,10 +15,9 @@ import ray
 
 from flywheel.config.training import Stage
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import RecordedReply, StepSize, TrainingRow, divided
+from flywheel.training.data.samples import RecordedReply, StepSize, TrainingRow, divided, rows_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import AdapterFiles
-from flywheel.training.optim.epochs import rows_of
 from flywheel.training.optim.trainer_actor import open_store
 from tests.factories.pair import PAIRS
 from tests.factories.policy_training import policy, rows

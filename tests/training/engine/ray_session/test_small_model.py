@@ -35,9 +35,8 @@ from flywheel.training.data.samples import Sample, StepSize, TrainingRow
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings
 from flywheel.training.engine.policy import AdapterFiles
-from flywheel.training.optim.epochs import stage_settings
 from flywheel.training.worker.loop import Epochs
-from flywheel.training.worker.stage import StageWork
+from flywheel.training.worker.stage import StageWork, stage_settings
 from tests.conftest import serve_config, start_server, stop_server
 from tests.factories.engine import share_of_an_engine
 from tests.factories.round import round_spec
