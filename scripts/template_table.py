@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from flywheel.training.engine.target_message import NoSampleError
+from flywheel.training.engine.chat_rendering import NoSampleError
 from tests.factories.chat_rendering import Served
 from tests.factories.chat_templates import FAMILIES, SHAPES, asked, recorded, served_with
 

@@ -34,13 +34,12 @@ from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import RecordedReply
-from flywheel.training.engine.chat_rendering import ServedChat
+from flywheel.training.engine.chat_rendering import NoSampleError, ServedChat
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import AdapterFiles, base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import ServedApplication, server_arguments, unless_dead
-from flywheel.training.engine.target_message import NoSampleError
 
 log = logging.getLogger(__name__)
 

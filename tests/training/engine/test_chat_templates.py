@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import NO_REASONING
+from flywheel.training.engine.chat_rendering import NO_REASONING, NoSampleError
 from flywheel.training.engine.engine import Engine
-from flywheel.training.engine.target_message import NoSampleError
 from scripts.template_table import UNTHOUGHT, documented, outcome
 from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.chat_templates import (

@@ -13,8 +13,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import NO_REASONING
-from flywheel.training.engine.target_message import NoSampleError
+from flywheel.training.engine.chat_rendering import NO_REASONING, NoSampleError
 from tests.factories.chat_rendering import Served, rendering
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
