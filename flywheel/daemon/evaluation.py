@@ -63,13 +63,13 @@ from flywheel.training.engine.remote_engine import (
     LocalCalls,
     RemoteApplication,
     RemoteEngine,
-    RemoteModel,
     event_loop,
 )
 from flywheel.training.engine.rollout_engine import ProgramSetup
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import requests
 from flywheel.training.optim.rollout_grading import build_grade, has_judge, without_judge
+from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 
 HELD_OUT: Final = Split.HELD_OUT.value
@@ -84,7 +84,7 @@ class EvaluatedModel:
     name: str
     base_model: str = ""
     adapter: AdapterRef | None = None
-    remote: RemoteModel | None = None
+    remote: ModelEndpoint | None = None
 
     def json(self) -> dict[str, Any]:
         if self.remote is not None:
@@ -128,12 +128,12 @@ def _of_state(adapter: str | None, name: str, config: Config, conn: Connection |
     return EvaluatedModel(shown, row.base_model if row is not None else "", rounds.adapter_ref(conn, adapter))
 
 
-def remote_model(base_url: str, model: str, api_key: str) -> RemoteModel:
+def remote_model(base_url: str, model: str, api_key: str) -> ModelEndpoint:
     """A model at an endpoint. Raises ConfigError."""
     if not is_http_url(base_url):
         hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
         raise ConfigError(f"evaluate {model}", f"{base_url} is no HTTP URL", hint)
-    return RemoteModel(masked_url(base_url.rstrip("/")), model, api_key)
+    return ModelEndpoint(masked_url(base_url.rstrip("/")), model, api_key)
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -280,7 +280,7 @@ class Evaluation:
 class _RemoteRun:
     """Asks a model at an endpoint, with the code of a worker: the gate's requests, recorded tools and grading."""
 
-    def __init__(self, evaluation: Evaluation, model: RemoteModel) -> None:
+    def __init__(self, evaluation: Evaluation, model: ModelEndpoint) -> None:
         self._evaluation, self._model = evaluation, model
         self._collector: Collector | None = None
 

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import Limits
 from flywheel.training.engine.session import OF_REQUEST
+from flywheel.training.program.agent_program import ModelEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,6 @@ _REASONING_START: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """A model at an endpoint. `base_url` is the API's root."""
-
-    base_url: str
-    model: str
-    api_key: str = field(default="", repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.model} at {self.base_url}"
-
-
 class RemoteApplication:
     """Sends chat requests to an endpoint, and sends them again if they fail. Thread-safe.
 
@@ -76,7 +64,7 @@ class RemoteApplication:
 
     context = 0
 
-    def __init__(self, model: RemoteModel, *, seconds: float) -> None:
+    def __init__(self, model: ModelEndpoint, *, seconds: float) -> None:
         """A call may take so many seconds. Raises EndpointError for a proxy that is no HTTP proxy."""
         self.usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self.failure: EndpointError | None = None

@@ -21,11 +21,14 @@ def in_copy(path: str, folder: str, copy: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
-    """A model of an OpenAI-compatible endpoint."""
+    """A model of an OpenAI-compatible endpoint. `base_url` is the API's root."""
 
     base_url: str
     model: str
     api_key: str = field(default="unused", repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.base_url}"
 
 
 @dataclass(frozen=True, slots=True)

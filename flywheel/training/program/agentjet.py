@@ -486,4 +486,4 @@ def _answer(endpoint: ModelEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
             why = f"{type(error).__name__}: {error}"
         if left:
             time.sleep(1.0)
-    raise RuntimeError(f"{endpoint.model} at {endpoint.base_url} does not answer: {why}")
+    raise RuntimeError(f"{endpoint} does not answer: {why}")

@@ -19,7 +19,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -333,20 +332,12 @@ def _finite(value: Any, what: str) -> float:
     return number
 
 
-@dataclass(frozen=True)
-class PlainModel:
-    """A model for agents of other frameworks: what an OpenAI client needs."""
-
-    base_url: str
-    model: str
-    api_key: str = field(repr=False)
-
-
 def chat_model(endpoint: ModelEndpoint) -> Any:
     """The model of an endpoint for the user's function: AgentScope's `OpenAIChatModel`, of 2.x or 1.x, which does not
-    stream. Without AgentScope a `PlainModel`."""
+    stream. Without AgentScope it is the endpoint itself, which has what an OpenAI client
+    needs."""
     if importlib.util.find_spec("agentscope") is None:
-        return PlainModel(endpoint.base_url, endpoint.model, endpoint.api_key)
+        return endpoint
     chat = importlib.import_module("agentscope.model").OpenAIChatModel
     parameters = inspect.signature(chat).parameters
     if "credential" in parameters:  # 2.x

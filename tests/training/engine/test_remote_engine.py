@@ -6,7 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
-from flywheel.training.engine.remote_engine import RemoteApplication, RemoteEngine, RemoteModel
+from flywheel.training.engine.remote_engine import RemoteApplication, RemoteEngine
+from flywheel.training.program.agent_program import ModelEndpoint
 from tests.factories.model_endpoint import Endpoint, calls, says
 from tests.training.engine.scripted_session import recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, call, steps
@@ -29,7 +30,7 @@ async def test_a_rollout_whose_time_is_up_has_the_messages_that_came() -> None:
     task = recorded_task(steps((call("add", {"a": 1}), "1")), (ADD,))
     asked = rollout_request(task, None, as_served=True, seconds=600)
     with Endpoint(answer) as endpoint:
-        application = RemoteApplication(RemoteModel(endpoint.base_url, "m"), seconds=60)
+        application = RemoteApplication(ModelEndpoint(endpoint.base_url, "m"), seconds=60)
         engine = RemoteEngine(application)
         await engine.start()
         try:
