@@ -318,7 +318,7 @@ class _RemoteRun:
                 try:
                     self._prepare(engine, done)
                     store, calls = GradedRollouts(directory), LocalCalls(loop)
-                    self._collector = Collector.of(settings, [engine], grade, meter, store, calls)
+                    self._collector = Collector.of(settings, [engine], grade, meter=meter, store=store, calls=calls)
                     with self._collector as collector:
                         batch = collector.collect(asked, most_open=settings.judge.max_thread)
                 finally:

@@ -120,16 +120,8 @@ class RolloutEngine:
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
 
-    def _session(
-        self,
-        request: RolloutRequest,
-        *,
-        tokens: int | None = None,
-        turns: int | None = None,
-        seconds: float | None = None,
-        model: str = "policy",
-        frozen: Mapping[str, LoadedAdapter | None] | None = None,
-    ) -> Session:
+    def _session(self, request: RolloutRequest, **more: Any) -> Session:
+        """A session of this request, with `more` of its arguments."""
         return Session(
             self._application,
             request.adapter,
@@ -138,12 +130,8 @@ class RolloutEngine:
             seed=request.seed,
             context=self._tokens_of_context(request),
             texts=self._texts,
-            tokens=tokens,
-            turns=turns,
             turn_tokens=request.max_turn_tokens,
-            seconds=seconds,
-            model=model,
-            frozen=frozen,
+            **more,
         )
 
 

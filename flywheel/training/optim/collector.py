@@ -61,28 +61,16 @@ class Collector:
     """A context manager: its threads end with it."""
 
     @classmethod
-    def of(
-        cls,
-        settings: Config,
-        engines: list[Any],
-        grade: Grade,
-        meter: Meter | None = None,
-        store: GradedRollouts | None = None,
-        calls: EngineCalls | None = None,
-        check: Callable[[], None] = check_stopped,
-    ) -> Self:
-        """A collector by the settings of a round."""
+    def of(cls, settings: Config, engines: list[Any], grade: Grade, **more: Any) -> Self:
+        """A collector by the settings of a round, with `more` arguments."""
         reward = settings.rollout.weights
         return cls(
             engines,
             grade,
             max_thread=settings.judge.max_thread,
             timeout_seconds=_batch_seconds(settings),
-            meter=meter,
             weights=RewardWeights(reward.rubric, reward.workflow, settings.rollout.loop_reward, reward.range),
-            store=store,
-            calls=calls,
-            check=check,
+            **more,
         )
 
     def __init__(
@@ -326,15 +314,14 @@ class _GradingThreads:
             _, _, work, found = heapq.heappop(self._waiting)
             self._count(+1)
         try:
-            result, error = work(), None
-        except BaseException as raised:
-            result, error = None, raised
-        with self._lock:
-            self._count(-1)
-        if error is not None or result is None:
+            result = work()
+        except BaseException as error:
             found.set_exception(error)
         else:
             found.set_result(result)
+        finally:
+            with self._lock:
+                self._count(-1)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -227,7 +227,7 @@ class Round:
 
     def _collector(self, grade: Grade, check: Callable[[], None] = check_stopped) -> Collector:
         store = GradedRollouts(self.directory)
-        return Collector.of(self.settings, self.engines, grade, self.meter, store, check=check)
+        return Collector.of(self.settings, self.engines, grade, meter=self.meter, store=store, check=check)
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
