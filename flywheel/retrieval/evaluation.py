@@ -125,13 +125,13 @@ def _difference(
     return {**(figures if paired else dict.fromkeys(figures))}
 
 
-def not_better(report: Mapping[str, Any], against: Collection[str] = BASELINES) -> str:
-    """Why a trained encoder is not kept; empty if it is better than each of the others on unseen tools: if the
+def not_better(report: Mapping[str, Any]) -> str:
+    """Why a trained encoder is not kept; empty if it is better than each of `BASELINES` on unseen tools: if the
     interval of each difference of the reciprocal rank is above 0. As all must be, no level is corrected."""
     group = report[UNSEEN]
     if not group["pairs"]:
         return "no held-out conversation calls a tool that training has not seen"
-    for method in against:
+    for method in BASELINES:
         found = group["differences"][method][MRR]
         if found["lower"] <= 0:
             reach = f"{found['mean']:+.3f}, {found['lower']:+.3f} to {found['upper']:+.3f}"

@@ -10,6 +10,7 @@ from flywheel.errors import ConfigError
 from flywheel.records.similarity import terms
 from flywheel.records.tool_calls import functions_by_name
 from flywheel.records.trace import ChatMessage, ToolDefinition, is_reminder
+from flywheel.training.data.rollout import text_of
 
 MOST_CHARACTERS: Final = 2_000
 """Of a conversation. Encoders read a few hundred tokens, and old messages say little about the next call."""
@@ -26,7 +27,7 @@ def query_texts(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     found: list[str] = []
     room = MOST_CHARACTERS
     for message in reversed(messages):
-        text = _content(message.get("content")).strip() if message.get("role") in ("user", "assistant") else ""
+        text = text_of(message.get("content")).strip() if message.get("role") in ("user", "assistant") else ""
         if text and not is_reminder(text):
             found.append(text[:room])
             room -= len(text)
@@ -38,14 +39,6 @@ def query_texts(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 def encoded_query(texts: Sequence[str]) -> str:
     """What an encoder reads. It cuts off the end, which is the oldest."""
     return "\n".join(texts)
-
-
-def _content(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def tool_text(function: Mapping[str, Any]) -> str:

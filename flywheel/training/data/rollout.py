@@ -6,6 +6,7 @@ Plain data and arithmetic; nothing here generates, grades or trains.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -488,5 +489,4 @@ def mean(values: Sequence[float]) -> float | None:
 
 def deviation(values: Sequence[float]) -> float | None:
     """Population standard deviation."""
-    center = mean(values)
-    return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
+    return statistics.pstdev(values) if values else None

@@ -70,8 +70,9 @@ class PauseLimits:
                 return False
             log.warning("%s: the round waits, %g s at most", why, end - self._clock())
             self._pause(why)
+            seconds = FIRST_SECONDS
             try:
-                for seconds in _delays():
+                while True:
                     self._sleep(max(0.0, min(seconds, end - self._clock())))
                     if is_back():
                         self.answered()
@@ -79,9 +80,9 @@ class PauseLimits:
                         return True
                     if self._clock() >= end:
                         return False
+                    seconds = min(2 * seconds, LONGEST_SECONDS)
             finally:
                 self._pause("")
-        raise AssertionError("delays have no end")
 
     def until_room(self, refused: Callable[[], str]) -> None:
         """Wait until `refused` returns no reason."""
@@ -92,13 +93,6 @@ class PauseLimits:
                     self._sleep(ROOM_SECONDS)
             finally:
                 self._pause("")
-
-
-def _delays() -> Iterator[float]:
-    seconds = FIRST_SECONDS
-    while True:
-        yield seconds
-        seconds = min(2 * seconds, LONGEST_SECONDS)
 
 
 TRIES: Final = 3

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flywheel.config.section import leaves
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, Tool, calls_in
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.recorded.recorded_rollout import RecordedTools
@@ -131,7 +132,7 @@ def _is_in(call: Call, tool: Tool, text: str) -> bool:
     defaults = with_defaults({}, tool.definition.get("parameters"))
     try:
         own = {name: value for name, value in call.parsed.items() if defaults.get(name, _NONE) != value}
-        return all(_shows(text, value) for value in _values(own))
+        return all(_shows(text, value) for _, value in leaves(own) if value != [])
     except (ValueError, RecursionError):
         return False
 
@@ -146,17 +147,6 @@ def _shows(text: str, value: Any) -> bool:
     if isinstance(value, int | float):
         return re.search(rf"(?<![\w.]){re.escape(str(value))}(?![\w]|\.\d)", text) is not None
     return str(value).casefold() in text
-
-
-def _values(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _values(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _values(item)
-    else:
-        yield value
 
 
 def _text(message: ChatMessage) -> str:
