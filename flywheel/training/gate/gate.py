@@ -6,7 +6,7 @@ Plain arithmetic, because the daemon calls it often and must not import a scient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from types import MappingProxyType
@@ -151,23 +151,17 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     if missed := misses_of(comparison):
         figures += f"; {missed}"
 
-    suite_margins = {name: suite.margin for name, suite in gate.suites.items() if suite.margin is not None}
-
-    def decision(
-        reason_code: DecisionReason, reason: str, *, criterion: str = "", suite: str = "", tripwire: str = ""
-    ) -> GateDecision:
+    def decision(reason_code: DecisionReason, reason: str, **about: str) -> GateDecision:
         return GateDecision(
             promote=reason_code is DecisionReason.BETTER,
             reason=reason,
             reason_code=reason_code,
-            criterion=criterion,
-            suite=suite,
-            tripwire=tripwire,
             min_tasks=gate.min_tasks,
             min_gain=gate.min_gain,
             confidence=gate.confidence,
             margins=gate.non_inferiority_margins,
-            suite_margins=suite_margins,
+            suite_margins=_suite_margins(gate),
+            **about,
         )
 
     if comparison.tasks < gate.min_tasks:
@@ -180,16 +174,8 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
         needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
         why = f"not shown to be better: the lower bound is not above {needed} ({figures})"
         return decision(DecisionReason.NOT_BETTER, why)
-    for criterion, margin in gate.non_inferiority_margins.items():
-        if objection := _objection(comparison, criterion, margin, gate.min_tasks):
-            reason_code, why = objection
-            return decision(reason_code, f"{why} ({figures})", criterion=criterion)
-    for name, margin in suite_margins.items():
-        if objection := _objection_of_suite(comparison, name, margin, gate.min_tasks):
-            reason_code, why = objection
-            return decision(reason_code, f"{why} ({figures})", suite=name)
-    if gate.tripwires and (found := harm_of(comparison)) is not None:
-        return decision(DecisionReason.HARMFUL, f"{of_tripwire(found)} ({figures})", tripwire=found.criterion)
+    for reason_code, why, about in _objections(comparison, gate):
+        return decision(reason_code, f"{why} ({figures})", **about)
     return decision(DecisionReason.BETTER, f"better: {figures}")
 
 
@@ -224,35 +210,37 @@ def misses_of(comparison: Comparison) -> str:
     )
 
 
-def _objection(
-    comparison: Comparison, criterion: str, margin: float, min_tasks: int
-) -> tuple[DecisionReason, str] | None:
-    """Why non-inferiority of a criterion is not shown; None if it is."""
-    found = next((each for each in comparison.criteria if each.criterion == criterion), None)
-    tasks = found.tasks if found is not None else 0
-    if found is None or tasks < min_tasks:
-        why = f"not enough evidence on {criterion}: it was looked at on {_count(tasks)}, fewer than {min_tasks}"
-        return DecisionReason.FEW_ON_CRITERION, why
-    if found.lower > -margin:
-        return None
-    why = f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
-    return DecisionReason.WORSE_ON_CRITERION, why
+def _suite_margins(gate: GateSettings) -> dict[str, float]:
+    return {name: suite.margin for name, suite in gate.suites.items() if suite.margin is not None}
 
 
-def _objection_of_suite(
-    comparison: Comparison, name: str, margin: float, min_tasks: int
-) -> tuple[DecisionReason, str] | None:
-    """Why non-inferiority on a suite is not shown; None if it is."""
-    found = next((each for each in comparison.suites if each.name == name), None)
-    if found is None or found.tasks < min_tasks:
-        tasks, undecided = (found.tasks, found.undecided) if found is not None else (0, 0)
-        why = f"not enough evidence on suite {name}: fewer than {quantity(min_tasks, 'task')} decided"
-        return DecisionReason.FEW_ON_SUITE, f"{why} ({tasks}, {undecided} more undecided)"
-    if found.lower > -margin:
-        return None
-    lost = "lost" if found.upper < 0 else "may have lost"
-    why = f"suite {name} {lost}: gain {found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f}"
-    return DecisionReason.WORSE_ON_SUITE, f"{why}: the lower bound is not above {-margin:g}"
+def _objections(comparison: Comparison, gate: GateSettings) -> Iterator[tuple[DecisionReason, str, dict[str, str]]]:
+    """Why a candidate that is better is not promoted, and what each reason is about: criteria and suites whose
+    non-inferiority is not shown, then the first tripwire that shows harm."""
+    criteria = {each.criterion: each for each in comparison.criteria}
+    for name, margin in gate.non_inferiority_margins.items():
+        found, about = criteria.get(name), {"criterion": name}
+        tasks = found.tasks if found is not None else 0
+        if found is None or tasks < gate.min_tasks:
+            few = f"it was looked at on {_count(tasks)}, fewer than {gate.min_tasks}"
+            yield DecisionReason.FEW_ON_CRITERION, f"not enough evidence on {name}: {few}", about
+        elif found.lower <= -margin:
+            why = f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
+            yield DecisionReason.WORSE_ON_CRITERION, why, about
+    suites = {each.name: each for each in comparison.suites}
+    for name, margin in _suite_margins(gate).items():
+        of_suite, about = suites.get(name), {"suite": name}
+        if of_suite is None or of_suite.tasks < gate.min_tasks:
+            tasks, undecided = (of_suite.tasks, of_suite.undecided) if of_suite is not None else (0, 0)
+            why = f"not enough evidence on suite {name}: fewer than {quantity(gate.min_tasks, 'task')} decided"
+            yield DecisionReason.FEW_ON_SUITE, f"{why} ({tasks}, {undecided} more undecided)", about
+        elif of_suite.lower <= -margin:
+            lost = "lost" if of_suite.upper < 0 else "may have lost"
+            gain = f"gain {of_suite.gain:+.3f}, {of_suite.lower:+.3f} to {of_suite.upper:+.3f}"
+            why = f"suite {name} {lost}: {gain}: the lower bound is not above {-margin:g}"
+            yield DecisionReason.WORSE_ON_SUITE, why, about
+    if gate.tripwires and (harm := harm_of(comparison)) is not None:
+        yield DecisionReason.HARMFUL, of_tripwire(harm), {"tripwire": harm.criterion}
 
 
 def _of_criterion(found: CriterionComparison | SuiteComparison) -> str:
