@@ -261,7 +261,8 @@ class ServedChat:
         """A message behind others, and whether all that was recorded of it is in its tokens."""
         tokenizer, ends = self._renderer.get_tokenizer(), self._end_of_turn()
         end_texts = tokenizer.convert_ids_to_tokens(sorted(ends))
-        special = {*_special_tokens(tokenizer), *end_texts}
+        added = tokenizer.added_tokens_decoder.values()
+        special = {*(str(token) for token in added if token.special), *end_texts}
         if found := next((token for text in recorded.strings for token in special if token in text), None):
             raise NoSampleError(f"its text holds the special token {found}")
         request = _request(task, before)
@@ -397,10 +398,6 @@ async def _as_written(recorded: Target, written: Callable[[Target], Awaitable[st
             if missing != may_lack:
                 break
     return target, text, missing
-
-
-def _special_tokens(tokenizer: Any) -> list[str]:
-    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _template_of(given: str | None) -> str | None:

@@ -382,12 +382,13 @@ class Session:
                 "Check the installed version of vLLM.",
             )
         drawn = logprobs["content"]
+        known = (each["logprob"] if each["logprob"] > NO_LOGPROB else None for each in drawn)
         self.generated += len(tokens)
         self._recorded.append(
             CallTokens(
                 prompt_ids=tuple(prompt),
                 token_ids=tuple(tokens),
-                logprobs=tuple(_known_logprob(each["logprob"]) for each in drawn),
+                logprobs=tuple(known),
                 texts=tuple(each["token"] for each in drawn),
                 identity=identity_of(body),
                 reply=message_identity(choice["message"]),
@@ -429,10 +430,6 @@ def _key(body: Mapping[str, Any]) -> str:
 
 def _name(adapter: LoadedAdapter | None) -> str:
     return BASE_MODEL if adapter is None else adapter.name
-
-
-def _known_logprob(value: float) -> float | None:
-    return value if value > NO_LOGPROB else None
 
 
 def refusal(status: int, message: str, kind: str) -> SessionReply:

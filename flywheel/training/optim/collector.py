@@ -242,16 +242,14 @@ class Collector:
         self, request: RolloutRequest, completion: Completion, on_rollout: Callable[[Rollout], None]
     ) -> Rollout:
         verdict = None
-        if not completion.error and self._is_graded(request):
+        is_graded = self._weights.rubric > 0 or request.prompt.task.agent != "program"
+        if is_graded and not completion.error:
             verdict = self._verdict(exchange(request.prompt, completion))
         rollout = Rollout(request, completion, verdict, self._weights)
         if self._store is not None:
             self._store.add(rollout)
         on_rollout(rollout)
         return rollout
-
-    def _is_graded(self, request: RolloutRequest) -> bool:
-        return self._weights.rubric > 0 or request.prompt.task.agent != "program"
 
     def _verdict(self, work: Exchange) -> Verdict:
         try:

@@ -86,7 +86,10 @@ class StageChecks:
                 refuse_without_spread(self._first, training.min_spread_share, self._settings.rollout)
         self.misses.append(miss_shares(batch))
         self._misses_of_calling.append(miss_shares(batch, of_calling=True))
-        refuse_growing_misses(self.misses, self._misses_of_calling)
+        # They must have grown among rollouts that called a tool, too: a policy that learns to call has more misses,
+        # although its arguments are no worse.
+        if (reason := growing_misses(self.misses)) and growing_misses(self._misses_of_calling):
+            raise RoundRefusedError(reason)
 
     def begun(self, number: int, batch: RolloutBatch, rows: Sequence[TrainingRow]) -> None:
         """The step of this number trains on these rows."""
@@ -180,16 +183,6 @@ def refuse_wide_gap(gap: float | None, quantization: Quantization | None) -> Non
             f" more than {WIDEST_GAP:g}",
             f"{'Set it to 8bit, or remove it' if quantization == '4bit' else 'Remove it'}.",
         )
-
-
-def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequence[Sequence[float]]) -> None:
-    """Raise RoundRefusedError when the share of misses grew over the steps, given that of each group of each step.
-
-    It must have grown among rollouts that called a tool, too: a policy that learns to call has more misses, although
-    its arguments are no worse.
-    """
-    if (reason := growing_misses(shares)) and growing_misses(of_calling):
-        raise RoundRefusedError(reason)
 
 
 def found_to_learn(batches: Sequence[RolloutBatch], rollout: RolloutSettings) -> str:
