@@ -59,10 +59,6 @@ def tool_vectors(model: SentenceTransformer, texts: Sequence[str]) -> np.ndarray
     )
 
 
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
-
-
 @dataclass(frozen=True, slots=True)
 class EncoderOptions:
     epochs: int = 3

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.config.file import Config
+from flywheel.config.section import value_at
 from flywheel.config.training import Stage
 from flywheel.training.data.rollout import RolloutBatch
 
@@ -67,19 +68,12 @@ def times_of(figures: Mapping[str, Sequence[float]]) -> StepTimes | None:
 
 def figures_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """The figures of `times_of`, given the lines of steps."""
-    names = {
-        "overlap": ("overlap",),
-        **{f"seconds.{part}": ("seconds", part) for part in PARTS},
-        **{f"busy.{each}": ("busy", each) for each in WORKERS},
+    names = ("overlap", *(f"seconds.{part}" for part in PARTS), *(f"busy.{each}" for each in WORKERS))
+    found = {name: [value_at(line, name) for line in lines] for name in names}
+    return {
+        name: [float(value) if isinstance(value, int | float) else math.nan for value in values]
+        for name, values in found.items()
     }
-    return {name: [_number(line, path) for line in lines] for name, path in names.items()}
-
-
-def _number(line: Mapping[str, Any], path: Sequence[str]) -> float:
-    value: Any = line
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def of_rollouts(

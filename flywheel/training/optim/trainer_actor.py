@@ -27,6 +27,12 @@ from flywheel.training.data.samples import Item, StepSize, TrainingRow
 from flywheel.training.engine.policy import AdapterFiles, load_base, trainer_dtypes, with_adapter
 from flywheel.training.engine.ray_cluster import RoundActor
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+PATIENCE: Final = datetime.timedelta(days=30)
+"""How long a process waits for another one."""
+
 
 class Trainer(RoundActor):
     """`start` comes first, then `begin` for each stage. With several actors, each method but `meet`, `adapter` and
@@ -124,13 +130,6 @@ class Trainer(RoundActor):
         """The mean negative log-likelihood of each of these, in nats a token; None without a token. Raises
         TrainError."""
         return [self._policy.nll(each) for each in rows]
-
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-PATIENCE: Final = datetime.timedelta(days=30)
-"""How long a process waits for another one."""
 
 
 def open_store(host: str, workers: int) -> TCPStore:
