@@ -182,12 +182,6 @@ class RemoteEngine(RolloutEngine):
         self._application.close()
         await super().stop()
 
-    def _tokens_of_context(self, request: RolloutRequest) -> int:
-        return 0
-
-    def _texts(self, token_ids: Sequence[int]) -> Sequence[str]:
-        return ()
-
 
 class LocalCalls:
     """Calls of engines in the event loop of a thread of this process."""

@@ -41,12 +41,12 @@ class RolloutEngine:
         self._program = ProgramSetup({}, "", 0)
 
     def _tokens_of_context(self, request: RolloutRequest) -> int:
-        """The context of a rollout, in tokens."""
-        raise NotImplementedError
+        """The context of a rollout, in tokens; 0 where only the model's server knows it."""
+        return 0
 
     def _texts(self, token_ids: Sequence[int]) -> Sequence[str]:
-        """The text of each token of a prompt."""
-        raise NotImplementedError
+        """The text of each token of a prompt; none where there are no tokens."""
+        return ()
 
     def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
         """Set how tools answer in rollouts to learn from, and in those `as_served`."""

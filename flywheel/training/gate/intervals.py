@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -134,20 +134,13 @@ def compare(
     `needed`, see `interval`. Conversations are compared, not tasks or answers, because those of one conversation are
     correlated. `limits` are the lowest and the highest reward.
     """
-    decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
-    scores = [score for _, score in decided]
-    sums, sizes = by_conversation(
-        [(task.conversation, task.task_id, score.candidate - score.deployed) for task, score in decided]
-    )
+    scores, sums, sizes = _decided(tasks)
     lower, upper, method = interval(sums, sizes, alpha, seed, needed=needed)
     found = Comparison(
-        tasks=len(scores),
+        **_means(scores),
         conversations=len(sums),
         samples=samples,
         undecided=len(tasks) - len(scores),
-        candidate_mean=_mean([score.candidate for score in scores]),
-        deployed_mean=_mean([score.deployed for score in scores]),
-        gain=_mean([score.candidate - score.deployed for score in scores]),
         lower=lower,
         upper=upper,
         confidence=1 - 2 * alpha,
@@ -199,41 +192,45 @@ def compare_criterion(
         tasks = [
             replace(task, candidate=_inverted(task.candidate), deployed=_inverted(task.deployed)) for task in tasks
         ]
-    decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
-    gains = [score.candidate - score.deployed for _, score in decided]
-    sums, sizes = by_conversation(
-        [(task.conversation, task.task_id, gain) for (task, _), gain in zip(decided, gains, strict=True)]
-    )
+    scores, sums, sizes = _decided(tasks)
     lower, upper, _ = interval(*with_artificial(sums, sizes, -1.0, 1.0), (1 - confidence) / 2, seed)
     if any(None in (*task.candidate, *task.deployed) for task in tasks):
         worst = compare_criterion(criterion, at_worst(tasks), takes_away=False, confidence=confidence, seed=seed)
         lower = min(lower, worst.lower)
-    return CriterionComparison(
-        criterion=criterion,
-        tasks=len(gains),
-        candidate_mean=_mean([score.candidate for _, score in decided]),
-        deployed_mean=_mean([score.deployed for _, score in decided]),
-        gain=_mean(gains),
-        lower=lower,
-        upper=upper,
-    )
+    return CriterionComparison(criterion=criterion, **_means(scores), lower=lower, upper=upper)
 
 
 def compare_suite(name: str, tasks: Sequence[Paired], *, confidence: float, seed: int) -> SuiteComparison:
     """The comparison of rewards on a suite, with the interval of `compare_criterion`. As in `compare`, a task without
     a decided answer of an adapter is excluded and counted."""
-    decided = [task for task in tasks if _score(task) is not None]
     found = compare_criterion(name, tasks, takes_away=False, confidence=confidence, seed=seed)
     return SuiteComparison(
         name=name,
-        conversations=len(by_conversation([(task.conversation, task.task_id, 0.0) for task in decided])[0]),
-        undecided=len(tasks) - len(decided),
+        conversations=len(_decided(tasks)[1]),
+        undecided=len(tasks) - found.tasks,
         **found.model_dump(exclude={"criterion"}),
     )
 
 
 def _inverted(values: Sequence[float | None]) -> tuple[float | None, ...]:
     return tuple(None if value is None else 1 - value for value in values)
+
+
+def _decided(tasks: Sequence[Paired]) -> tuple[list[Score], np.ndarray, np.ndarray]:
+    """The scores of tasks with a decided answer of both adapters, and their gains `by_conversation`."""
+    decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
+    gains = [(task.conversation, task.task_id, score.candidate - score.deployed) for task, score in decided]
+    return [score for _, score in decided], *by_conversation(gains)
+
+
+def _means(scores: Sequence[Score]) -> dict[str, Any]:
+    """What a comparison says of scores."""
+    return {
+        "tasks": len(scores),
+        "candidate_mean": _mean([score.candidate for score in scores]),
+        "deployed_mean": _mean([score.deployed for score in scores]),
+        "gain": _mean([score.candidate - score.deployed for score in scores]),
+    }
 
 
 def _score(task: Paired) -> Score | None:

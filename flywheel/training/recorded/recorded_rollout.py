@@ -29,22 +29,21 @@ class ToolTurn:
     @property
     def messages(self) -> list[ChatMessage]:
         """The answers as the policy receives them."""
-        return [
-            {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": call.result.content}
-            for call in self.calls
-            if call.result is not None
-        ]
+        return [{key: value for key, value in step.items() if key != "status"} for step in self.steps]
 
     @property
     def steps(self) -> list[ChatMessage]:
         """The answers as steps of the trajectory, which say what failed."""
-        answered = [call for call in self.calls if call.result is not None]
         return [
             {
-                **message,
-                **({"status": "error"} if call.result is not None and call.result.failed else {}),
+                "role": "tool",
+                "tool_call_id": call.call_id,
+                "name": call.name,
+                "content": call.result.content,
+                **({"status": "error"} if call.result.failed else {}),
             }
-            for message, call in zip(self.messages, answered, strict=True)
+            for call in self.calls
+            if call.result is not None
         ]
 
 
