@@ -63,16 +63,16 @@ def identity_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     its messages. Templates that leave something of that out make equal tokens of different conversations."""
     messages = body.get("messages")
     known = [message_identity(message) for message in messages] if isinstance(messages, Sequence) else []
-    return (_digest(body.get("tools") or []), *known)
+    return (digest(body.get("tools") or []), *known)
 
 
 def message_identity(message: Any) -> str:
     """The role and the tool calls of a message. Calls are compared by name and parsed arguments: ids and the
     formatting of JSON may change on the way through an agent."""
     if not isinstance(message, Mapping):
-        return _digest(message)
+        return digest(message)
     calls = message.get("tool_calls")
-    return _digest([message.get("role"), [_call(call) for call in calls or ()] if isinstance(calls, list) else []])
+    return digest([message.get("role"), [_call(call) for call in calls or ()] if isinstance(calls, list) else []])
 
 
 def timelines(calls: Iterable[CallTokens]) -> Timelines:
@@ -128,7 +128,8 @@ def _call(call: Any) -> Any:
         return [name, arguments]
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """The SHA-256 of a value of JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

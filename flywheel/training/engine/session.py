@@ -6,9 +6,7 @@ The client is an agent, or the loop of recorded tools. It receives what the serv
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,7 @@ from flywheel.errors import TrainError
 from flywheel.records.program_run import CallFault
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
-from flywheel.training.data.samples import CallTokens, identity_of, message_identity
+from flywheel.training.data.samples import CallTokens, digest, identity_of, message_identity
 from flywheel.training.engine.served_application import BASE_MODEL, TIME_UP, Limits, ServedApplication
 
 PASSED: Final = (
@@ -188,13 +186,13 @@ class Session:
 
     def stream(self, body: Mapping[str, Any]) -> Callable[[], None]:
         """The reply of this request is being streamed, until what this returns is called."""
-        streamed = _Unanswered(_key(body), "broken_stream", "its answer broke off as it was streamed")
+        streamed = _Unanswered(digest(body), "broken_stream", "its answer broke off as it was streamed")
         self._unanswered.append(streamed)
         return lambda: self._answer(streamed)
 
     def elsewhere(self, body: Mapping[str, Any]) -> Callable[[str], None]:
         """Another model is asked this, until what this returns is called: with why that failed, or an empty text."""
-        asked = _Unanswered(_key(body))
+        asked = _Unanswered(digest(body))
         earlier = [each for each in self._unanswered if each.key == asked.key and not each.waiting]
         self._unanswered.append(asked)
 
@@ -220,7 +218,7 @@ class Session:
         """
         if self._is_closed:
             return refusal(410, "this rollout has ended", "Gone")
-        key = _key(body)
+        key = digest(body)
         call, earlier = self._retried(key, attempt), self._left(key)
         if call is None:
             call = _CallInFlight(key, task=asyncio.ensure_future(self._call(body)))
@@ -422,10 +420,6 @@ def _asked_tokens(body: Mapping[str, Any]) -> int | None:
     if asked is None:
         asked = body.get("max_tokens")
     return asked if isinstance(asked, int) and asked > 0 else None
-
-
-def _key(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _name(adapter: LoadedAdapter | None) -> str:

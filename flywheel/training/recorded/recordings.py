@@ -25,18 +25,19 @@ from flywheel.records.tool_calls import (
     functions_by_name,
 )
 from flywheel.records.trace import ChatMessage, get_path
+from flywheel.training.data.samples import digest
 
 
 def tools_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Tool]:
     """The offered tools (`functions_by_name`) with the digests of their definitions."""
-    return {name: Tool(name, function, _digest(function)) for name, function in functions_by_name(tools).items()}
+    return {name: Tool(name, function, digest(function)) for name, function in functions_by_name(tools).items()}
 
 
 def call_key(tool: Tool, arguments: Mapping[str, Any]) -> str:
     """The key of a call with these parsed arguments. Raises ValueError if they are nested too deeply."""
     schema = tool.definition.get("parameters")
     try:
-        return _digest([tool.name, tool.digest, with_defaults(arguments, schema)])
+        return digest([tool.name, tool.digest, with_defaults(arguments, schema)])
     except RecursionError:
         raise ValueError("they are nested too deeply") from None
 
@@ -73,10 +74,6 @@ def _resolved(schema: Any, root: Any) -> Any:
         path = [part.replace("~1", "/").replace("~0", "~") for part in reference[1:].split("/")[1:]]
         schema = get_path(root, *path)
     return schema
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 MAX_BYTES: Final = 8 << 20
