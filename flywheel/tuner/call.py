@@ -99,7 +99,8 @@ def round_of(given: Mapping[str, Any], directory: Path, trainer: Path) -> Round:
         # What Flywheel's own keys set again has its own name.
         origins = {key: name for key, name in origins.items() if not has(part, key)}
         origins |= {key: name for key, name in by_part.items() if has(part, key)}
-    both = merged(both, _monitor(both.pop("monitor_type", None), directory))
+    if monitor := both.pop("monitor_type", None):
+        both = merged(both, {"tracking": {"report_to": [monitor], "dir": str(directory / "tensorboard")}})
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
     if "eval_dataset" in given:
         # Its lines are read as those of `train_dataset`: the argument does not say which key has the question.
@@ -200,10 +201,6 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What is no mapping is reported when all settings are checked."""
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
-    return {"tracking": {"report_to": [kind], "dir": str(directory / "tensorboard")}} if kind else {}
 
 
 def _settings(

@@ -99,16 +99,11 @@ class Collector:
         self._engines = engines
         self._grade = grade
         self._meter = meter
-        self._weights = weights or RewardWeights()
+        self.weights = weights or RewardWeights()
         self._store = store
         self._timeout = timeout_seconds
         self._threads = _GradingThreads(max_thread)
         self._check_others, self._is_closed = check, False
-
-    @property
-    def weights(self) -> RewardWeights:
-        """Those of the rewards of rollouts of the user's agent."""
-        return self._weights
 
     def forget(self, batch: RolloutBatch) -> None:
         """Forget the rollouts of a step, which are stored elsewhere."""
@@ -228,7 +223,7 @@ class Collector:
 
     def _find(self, request: RolloutRequest, on_rollout: Callable[[Rollout], None]) -> Rollout | None:
         """The rollout of an earlier worker of the round."""
-        found = self._store.find(request, self._weights) if self._store is not None else None
+        found = self._store.find(request, self.weights) if self._store is not None else None
         if found is not None:
             self._completed(0)
             on_rollout(found)
@@ -242,10 +237,10 @@ class Collector:
         self, request: RolloutRequest, completion: Completion, on_rollout: Callable[[Rollout], None]
     ) -> Rollout:
         verdict = None
-        is_graded = self._weights.rubric > 0 or request.prompt.task.agent != "program"
+        is_graded = self.weights.rubric > 0 or request.prompt.task.agent != "program"
         if is_graded and not completion.error:
             verdict = self._verdict(exchange(request.prompt, completion))
-        rollout = Rollout(request, completion, verdict, self._weights)
+        rollout = Rollout(request, completion, verdict, self.weights)
         if self._store is not None:
             self._store.add(rollout)
         on_rollout(rollout)
