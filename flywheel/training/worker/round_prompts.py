@@ -48,7 +48,7 @@ class RoundPrompts:
         """Those of the round, given the context of its engines in tokens. Raises TrainError if there are too few."""
         spec, gate = self._spec, self._settings.gate
         train = self.to_train(spec.train) if spec.train else Asked([], {})
-        held_out = Asked([], {}) if spec.debug else self.as_served(spec.held_out, context)
+        held_out = Asked([], {}) if spec.debug else asked_as_served(*self._encoded(spec.held_out), context=context)
         left_out = spec.left_out | train.left_out
         for task, why in {**held_out.left_out, **left_out}.items():
             log.warning("%s is left out: %s", task, why)
@@ -87,13 +87,9 @@ class RoundPrompts:
             by_reply=stages == ["sft"] or ("grpo" not in stages and all(task.rejected for task in tasks)),
         )
 
-    def as_served(self, tasks: Sequence[RoundTask], context: int) -> Asked:
-        """The held-out tasks that the server would answer, whose context has so many tokens."""
-        return asked_as_served(*self._encoded(tasks), context=context)
-
     def _of_suite(self, suite: Suite, context: int) -> list[Prompt]:
         """The tasks of a suite that the server would answer. Raises TrainError if they are too few for its margin."""
-        found = self.as_served(suite.tasks, context)
+        found = asked_as_served(*self._encoded(suite.tasks), context=context)
         for task, why in found.left_out.items():
             log.warning("%s is not asked: %s", task, why)
         if suite.margin is not None:
