@@ -34,6 +34,22 @@ Record = dict[str, Any]
 
 _TEXT_MESSAGE = frozenset({"role", "content"})
 """The keys of a message that is only text."""
+AGENTJET = ("main_query", "init_messages", "task_id", "env_type", "metadata")
+DATA_SOURCE = "flywheel"
+"""verl chooses the reward function by this name. It has none for it, so that one must be configured."""
+ROW_GROUP = 1000
+"""Rows that are written together."""
+FACTS: Final = (
+    "conversation_id", "trace_id", "span_id", "agent_name", "model", "adapter", "source", "split", "started_at",
+    "ended_at", "input_tokens", "output_tokens",
+)  # fmt: skip
+"""Columns from the metadata of the task line."""
+COLUMNS: Final = ("task_id", *FACTS, "state", "accepted", "score", "rubric")
+TEXTS: Final = ("question", "answer", "prompt")
+DECIDED: Final = {
+    **dict.fromkeys(ACCEPTED, True),
+    TaskState.REJECTED: False,
+}
 
 
 class FormatName(StrEnum):
@@ -103,9 +119,6 @@ def _has_own_type(value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, dict) and "role" in item and item.keys() != _TEXT_MESSAGE for item in value)
     return isinstance(value, float)
-
-
-AGENTJET = ("main_query", "init_messages", "task_id", "env_type", "metadata")
 
 
 def agentjet(sample: ExportSample) -> Record:
@@ -189,10 +202,6 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-DATA_SOURCE = "flywheel"
-"""verl chooses the reward function by this name. It has none for it, so that one must be configured."""
-
-
 def verl(sample: ExportSample) -> Record:
     line = sample.line
     about = line["metadata"]
@@ -246,10 +255,6 @@ def verl_schema(pa: Any, typed: frozenset[str]) -> Any:
     )
 
 
-ROW_GROUP = 1000
-"""Rows that are written together."""
-
-
 @contextlib.contextmanager
 def parquet(
     file: BinaryIO, typed: frozenset[str], *, schema: Callable[[Any, frozenset[str]], Any]
@@ -281,19 +286,6 @@ def parquet(
     with ParquetWriter(file, columns) as writer:
         yield write
         write_rows()
-
-
-FACTS: Final = (
-    "conversation_id", "trace_id", "span_id", "agent_name", "model", "adapter", "source", "split", "started_at",
-    "ended_at", "input_tokens", "output_tokens",
-)  # fmt: skip
-"""Columns from the metadata of the task line."""
-COLUMNS: Final = ("task_id", *FACTS, "state", "accepted", "score", "rubric")
-TEXTS: Final = ("question", "answer", "prompt")
-DECIDED: Final = {
-    **dict.fromkeys(ACCEPTED, True),
-    TaskState.REJECTED: False,
-}
 
 
 def row(sample: ExportSample) -> Record:

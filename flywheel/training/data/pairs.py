@@ -28,6 +28,13 @@ ALONE: Final = "no reply with the other verdict to the same prompt"
 SAME: Final = "the better and the worse replies to the prompt say the same"
 CLOSE: Final = "the scores of the better and the worse replies to the prompt are too close"
 USED_UP: Final = "more replies with this verdict than with the other to the same prompt"
+PAIRS_FILE: Final = "pairs.jsonl"
+"""The pairs of a stage as TRL reads them, in the stage's folder."""
+SEVERAL: Final = "rollouts whose turns do not continue each other"
+TOO_LONG: Final = "rollouts that reached their maximum length"
+FEW: Final = "fewer than two of its rollouts are whole and have a reward"
+MISSES: Final = "it has too many calls without a recorded result"
+UNRENDERED: Final = "its replies are not one sample each"
 
 
 class Reply(NamedTuple, Generic[T]):
@@ -78,16 +85,6 @@ def _why(possible: Sequence[tuple[Reply[T], Reply[T]]], margin: float) -> str:
     if all(better.says == worse.says for better, worse in possible):
         return SAME
     return USED_UP if any(_differ(better, worse, margin) for better, worse in possible) else CLOSE
-
-
-PAIRS_FILE: Final = "pairs.jsonl"
-"""The pairs of a stage as TRL reads them, in the stage's folder."""
-
-SEVERAL: Final = "rollouts whose turns do not continue each other"
-TOO_LONG: Final = "rollouts that reached their maximum length"
-FEW: Final = "fewer than two of its rollouts are whole and have a reward"
-MISSES: Final = "it has too many calls without a recorded result"
-UNRENDERED: Final = "its replies are not one sample each"
 
 
 @dataclass(slots=True)

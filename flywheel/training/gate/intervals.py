@@ -21,6 +21,10 @@ FLIPS_PER_TAIL: Final = 20
 EXACT: Final = 13
 """Up to this number of conversations all subsets are enumerated; for more, subsets are sampled."""
 NUMBERS_AT_ONCE: Final = 4_000_000
+MORE_UNDECIDED: Final = 0.05
+"""The one-sided level at which the deployed adapter is found to have more undecided answers than the candidate."""
+CONFIDENCE: Final = 0.95
+"""Of the intervals that are shown to people."""
 
 
 class Interval(NamedTuple):
@@ -97,10 +101,6 @@ def _subsets(random: np.random.Generator, subsets: int, count: int) -> np.ndarra
 def _within(found: Interval) -> Interval:
     """Rounded, because a value equal to a bound must not exceed it by floating-point error."""
     return found._replace(lower=max(-1.0, round(found.lower, 12)), upper=min(1.0, round(found.upper, 12)))
-
-
-MORE_UNDECIDED: Final = 0.05
-"""The one-sided level at which the deployed adapter is found to have more undecided answers than the candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +262,6 @@ def by_conversation(values: Iterable[tuple[str, str, float]]) -> tuple[np.ndarra
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
-
-
-CONFIDENCE: Final = 0.95
-"""Of the intervals that are shown to people."""
 
 
 @dataclass(frozen=True, slots=True)

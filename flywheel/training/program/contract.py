@@ -39,6 +39,10 @@ FIELDS: Final[Mapping[Kind, str]] = {
     "workflow": "a number or an object with reward, response and metrics",
     "judge": "a number or an object with reward and metrics",
 }
+_OURS: Final = {*map(str, Path(__file__).parent.glob("*.py")), "<frozen importlib._bootstrap>"}
+_PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
+TRINITY_MODULES: Final = ("trinity", "trinity.common", "trinity.common.rewards", "trinity.common.rewards.math_reward")
+_THOUGHT: Final = re.compile(r"\s*<think>.*?</think>(?!.*</?think>).*", re.DOTALL)
 
 
 class ContractError(Exception):
@@ -222,10 +226,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
-_OURS: Final = {*map(str, Path(__file__).parent.glob("*.py")), "<frozen importlib._bootstrap>"}
-_PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
-
-
 def _load_module(found: FunctionName) -> ModuleType:
     where = found.where
     try:
@@ -352,10 +352,6 @@ def chat_model(endpoint: ModelEndpoint) -> Any:
     return chat(
         model_name=endpoint.model, api_key=endpoint.api_key, stream=False, **{client: {"base_url": endpoint.base_url}}
     )
-
-
-TRINITY_MODULES: Final = ("trinity", "trinity.common", "trinity.common.rewards", "trinity.common.rewards.math_reward")
-_THOUGHT: Final = re.compile(r"\s*<think>.*?</think>(?!.*</?think>).*", re.DOTALL)
 
 
 class MathBoxedRewardFn:

@@ -27,6 +27,9 @@ from flywheel.training.engine.policy import AdapterFiles, appear, rank
 from flywheel.training.optim.trainer_actor import Trainer
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 
+KEPT: Final = 2
+"""Number of checkpoints of a stage that are kept."""
+
 
 def start(
     spec: RoundSpec,
@@ -98,10 +101,6 @@ def use_tools(spec: RoundSpec, settings: Config, engines: list[Any]) -> None:
     )
     gate = replace(training, shared=spec.shared_gate, on_miss="end")
     ray_cluster.everywhere(engines, lambda engine: engine.use_tools.remote(training, gate))
-
-
-KEPT: Final = 2
-"""Number of checkpoints of a stage that are kept."""
 
 
 class Trainers:

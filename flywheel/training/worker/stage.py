@@ -32,6 +32,9 @@ from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.worker.processes import EngineAdapters, Trainers
 
+LIKE_SFT = {"beta": 0.0, "updates_per_batch": 1, "loss_type": "dapo", "importance": "truncated"}
+"""Settings of GRPO that make its loss a mean over tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
@@ -210,10 +213,6 @@ class StageItems:
             else:
                 kept.append(each)
         return kept, refused
-
-
-LIKE_SFT = {"beta": 0.0, "updates_per_batch": 1, "loss_type": "dapo", "importance": "truncated"}
-"""Settings of GRPO that make its loss a mean over tokens."""
 
 
 def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -> Config:
