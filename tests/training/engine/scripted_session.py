@@ -55,8 +55,10 @@ class ScriptedPolicy(RolloutEngine):
         self.lengths: list[int] = []
         self._messages = messages
 
-    def roll_out(self, request: RolloutRequest, setup: ToolSetup) -> Coroutine[Any, Any, Completion]:
-        self.use_tools(setup, setup)
+    def roll_out(
+        self, request: RolloutRequest, setup: ToolSetup, gate: ToolSetup | None = None
+    ) -> Coroutine[Any, Any, Completion]:
+        self.use_tools(setup, gate or setup)
         return self._with_recorded_tools(request)
 
     async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:

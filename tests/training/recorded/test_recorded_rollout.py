@@ -105,6 +105,10 @@ def test_a_miss_can_be_an_error_of_the_tool() -> None:
     completion, policy = run(said(call("add", {"a": 9})), answered("No."), setup=setup)
     assert "ToolUnavailableError" in policy.bodies[1]["messages"][-1]["content"]
     assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [CallOutcome.MISS])
+    policy = ScriptedPolicy([said(call("add", {"a": 9}))])
+    served = rollout_request(TASK, None, as_served=True)
+    in_gate = asyncio.run(policy.roll_out(served, setup, ToolSetup(max_turns=5)))
+    assert in_gate.missed, "the gate has tools of its own"
 
 
 def test_results_of_other_traces_answer() -> None:

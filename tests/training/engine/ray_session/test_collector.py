@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import ray
 
 from flywheel.config.file import Config
 from flywheel.errors import FlywheelError, JudgeError, ProcessLostError, TrainError
-from flywheel.records.verdict import CriterionResult, Exchange, Verdict
+from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest
@@ -371,29 +370,6 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
     with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have a verdict for both adapters") as caught:
         run(3)
     assert caught.value.retryable
-
-
-def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -> None:
-    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
-    criteria = [
-        {"id": name, "value": "It is.", "choices": {"no": 0, "fair": 0.5, "yes": 1}} for name in ("boxed", "safe")
-    ]
-    rubric = {"version": 1, "id": "two", "criteria": criteria}
-    prompts, spec = [prompt("t-0"), prompt("t-1")], round_spec().model_copy(update={"rubric": rubric})
-    first = str(seed_of(spec.seed, "held-out", "t-0", 0))
-
-    def grade(shown: Exchange) -> Verdict:
-        if shown.answer == first:
-            return replace(verdict(0.0), results=(CriterionResult("boxed", "no", 0.0, False),))
-        results = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("safe", "fair", 0.5, True))
-        return replace(verdict(1.0), results=results)
-
-    with Collector([engine], grade, max_thread=4, timeout_seconds=60) as collector:
-        values = answer(prompts, (None, None), spec, settings, collector, tmp_path).values
-    assert values == {
-        "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
-        "safe": [((0.5,), (0.5,)), ((0.5, 0.5), (0.5, 0.5))],
-    }
 
 
 def test_an_actors_own_words_come_out_as_they_were_raised() -> None:

@@ -235,13 +235,6 @@ def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: 
     assert (cut.error, cut.samples) == ("no message within 0 s", ())
 
 
-def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
-    broken = round_task("t-x", "?", reference="", prompt=[{"content": "?"}])
-    [(made, refused)] = ray_cluster.wait([engine.encode.remote([round_task(), broken])])
-    assert [prompt.task.task_id for prompt in made] == ["t-1"]
-    assert list(refused) == ["t-x"]
-
-
 def test_a_debug_round_rolls_out_and_trains_nothing(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

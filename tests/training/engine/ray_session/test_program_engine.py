@@ -17,36 +17,23 @@ from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config.file import Config
-from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import RoundResult, RoundTask
-from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data import rollout_file
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, RolloutRequest
-from flywheel.training.data.round_directory import settings_of
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.engine.rollout_engine import ProgramSetup
-from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.held_out_evaluation import answer
-from flywheel.training.optim.rollout_grading import without_judge
-from flywheel.training.worker.round import Round
-from tests.agents.scripted_model import ScriptedModel
 from tests.factories.engine import strange_adapter
 from tests.factories.task import round_task
 from tests.factories.worker import lines
-from tests.factories.worker import spec as round_spec
-from tests.serving.fake_vllm import running
-from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-TOKENS = 40
 ALIAS = "my-agent"
-NOWHERE = "http://127.0.0.1:9/v1"
 WORKFLOW = """
-import asyncio, contextlib, json, urllib.error, urllib.request
+import contextlib, json, urllib.error, urllib.request
 
 
 def ask(messages, model):
@@ -57,27 +44,12 @@ def ask(messages, model):
 
 
 async def run(task, model, logger=None):
-    names = task["metadata"].get("names", ())
     does = task["metadata"].get("does", "")
-    if does == "no call":
-        return {"response": "7", "reward": 1.0}
     messages = list(task["prompt"])
     said = ask(messages, task["openai"])
-    if does == "raise":
-        raise RuntimeError("the shop is closed")
-    if does == "ask by name":
-        return {"response": json.dumps([said, *(ask(messages, {**task["openai"], "model": name}) for name in names)])}
     if does == "ask others":
         others = [ask(list(task["prompt"]), task["models"][name]) for name in ("writer", "critic")]
         return {"response": json.dumps([said, *others])}
-    if does == "raise if odd" and len(said) % 2:
-        raise RuntimeError("the shop is closed")
-    if does == "nan":
-        return {"response": said, "reward": float("nan")}
-    if does == "no response":
-        return 1.0
-    if does == "hang":
-        await asyncio.sleep(1000)
     while does == "loop":
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again"}]
         said = ask(messages, task["openai"])
@@ -181,24 +153,6 @@ def test_a_command_is_asked_with_the_task_and_sees_no_secret(engine: Any, folder
         assert made.steps == ()
 
 
-@pytest.mark.parametrize(
-    ("does", "cause", "says"),
-    [
-        ("raise", "raised", "RuntimeError: the shop is closed"),
-        ("nan", "not_a_number", "nan"),
-        ("no response", "no_response", "response"),
-        ("no call", "no_calls", "the agent made no call of the model"),
-        ("hang", "timeout", "it ran longer than 5 s"),
-    ],
-)
-def test_a_run_that_fails_says_why(engine: Any, folder: Path, does: str, cause: str, says: str) -> None:
-    use(engine, rollout_settings(folder, agent_timeout_seconds=5 if does == "hang" else 300, reward={"rubric": 1}))
-    [made] = generate(engine, prompts(engine, 1, does=does))
-    assert made.cause == cause
-    assert says in made.error
-    assert (made.text, made.truncated) == ("", False)
-
-
 def test_limits_truncate(engine: Any, folder: Path) -> None:
     """The agent fails because its calls are refused: it is graded as far as it came."""
     use(engine, rollout_settings(folder), max_turns=3)
@@ -263,108 +217,6 @@ def test_other_targets_answer_with_their_adapters_and_are_not_trained(
     ray_cluster.wait([engine.unload.remote(adapter) for adapter in (own, other)])
 
 
-def test_names_that_nothing_decides_are_warned_of_once_a_round(
-    engine: Any, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The policy answers them, and is trained on them; an auxiliary model's name is answered by it alone."""
-    with running(ScriptedModel()) as url:
-        others = {"user": {"base_url": f"{url}/v1", "model": "small"}}
-        rollout = rollout_settings(folder, auxiliary_models=others)
-        given = round_spec(NOWHERE).settings
-        given["rollout"] |= rollout
-        spec = round_spec(NOWHERE, settings=given)
-        whole = Round(spec, tmp_path, settings_of(spec), without_judge)
-        whole.engines[:] = [engine]
-        use(engine, rollout)
-        [asked] = prompts(engine, 1, does="ask by name", names=["user", "gpt-9"])
-        with caplog.at_level("INFO"):
-            [found] = generate(engine, [asked])
-            assert json.loads(found.text)[1].startswith("You asked: ")
-            assert (found.error, found.turns) == ("", 2)
-            assert whole.agent.note_models() == {ALIAS: 1, "user": 1, "gpt-9": 1}
-            generate(engine, [asked])
-            assert whole.agent.note_models()["gpt-9"] == 2
-            [other] = prompts(engine, 1, does="ask by name", names=["gpt-9", "gpt-10"])
-            generate(engine, [other])
-            whole.agent.note_models()
-    noted = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.endswith("worker")]
-    assert [text.partition(", which")[0] for _, text in noted] == [
-        f"models that the agent asks for: {ALIAS} 1 time, user 1 time, gpt-9 1 time",
-        "the agent asks for gpt-9 1 time",
-        "models that the agent asks for: gpt-10 1 time",
-        "the agent asks for gpt-10 1 time",
-    ]
-    assert [level for level, _ in noted] == ["INFO", "WARNING"] * 2
-
-
-def graded(shown: Exchange) -> Verdict:
-    return verdict(float("boxed" in shown.answer))
-
-
-def test_a_failed_run_costs_its_own_rollout(engine: Any, folder: Path) -> None:
-    use(engine, rollout_settings(folder, workers=3))
-    some = prompts(engine, 2, does="raise if odd")
-    wanted = [RolloutRequest(prompt, group, seed, 1.0, TOKENS, None) for group, prompt in enumerate(some)
-              for seed in range(8)]  # fmt: skip
-    weights = RewardWeights(rubric=1, program=3)
-    with Collector([engine], graded, max_thread=4, timeout_seconds=120, weights=weights) as collector:
-        batch = collector.collect(wanted)
-    failed = [rollout for rollout in batch.rollouts if rollout.completion.cause]
-    ended = [rollout for rollout in batch.rollouts if not rollout.completion.cause]
-    assert failed
-    assert ended
-    assert {rollout.failure for rollout in failed} == {
-        f"the agent failed (raised): {rollout.completion.run.error}" for rollout in failed if rollout.completion.run
-    }
-    assert (batch.failed, batch.undecided) == ({"raised": len(failed)}, 0)
-    for rollout in ended:
-        run = rollout.completion.run
-        assert run is not None
-        assert run.reward is not None
-        assert rollout.reward == pytest.approx((float("boxed" in rollout.completion.text) + 3 * run.reward) / 4)
-    figures = batch.summary()["program"]
-    assert figures["failures"] == {"raised": len(failed)}
-    assert set(figures["metrics"]) == {"letters", "boxes"}
-    for rollout, advantage in zip(batch.rollouts, batch.advantages(), strict=True):
-        assert advantage is None or not rollout.completion.cause
-
-
-def test_without_a_weight_of_the_rubric_the_judge_is_not_asked(engine: Any, folder: Path) -> None:
-    def refuses(_: Exchange) -> Verdict:
-        raise AssertionError("asked")
-
-    use(engine, rollout_settings(folder, reward={"rubric": 0, "workflow": 1}))
-    wanted = [RolloutRequest(prompt, 0, seed, 1.0, TOKENS, None) for seed, prompt in enumerate(prompts(engine, 4))]
-    weights = RewardWeights(rubric=0, program=1)
-    with Collector([engine], refuses, max_thread=1, timeout_seconds=120, weights=weights) as collector:
-        batch = collector.collect(wanted)
-    for rollout in batch.rollouts:
-        assert rollout.reward == 2.0 * (len(rollout.completion.text) % 2)
-        assert (rollout.verdict, rollout.failure) == (None, "")
-
-
-def test_in_the_gate_a_run_that_fails_scores_as_a_miss(engine: Any, folder: Path, tmp_path: Path) -> None:
-    use(engine, rollout_settings(folder))
-    config = Config.model_validate({"gate": {"samples": 2, "min_tasks": 3}})
-    held_out = [*prompts(engine, 1, does="raise"), *prompts(engine, 4)[1:]]
-    candidate = strange_adapter(engine, 41, tmp_path / "a41")
-    with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        sides: tuple[LoadedAdapter | None, LoadedAdapter | None] = candidate, None
-        found = answer(held_out, sides, round_spec("http://127.0.0.1:9/v1"), config, collector, tmp_path)
-    ray_cluster.wait([engine.unload.remote(candidate)])
-    others = [reward for _, deployed in found.rewards[1:] for reward in deployed if reward is not None]
-    mean = sum(others) / len(others)
-    assert (found.missed, found.failed) == ((0, 0), (2, 2))
-    assert found.rewards[0] == ((0.0, 0.0), (pytest.approx(mean), pytest.approx(mean)))
-    assert found.at_bound[0] == ((0.0, 0.0), (1.0, 1.0))
-    assert len([line for line in lines(tmp_path / "evaluation.jsonl") if line["error"]]) == 4
-
-
-def test_a_file_that_does_not_load_is_refused(engine: Any, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone\.py"):
-        use(engine, rollout_settings(folder, agent={"workflow": f"{folder}/gone.py:run"}))
-
-
 def run_program_round(
     engine: Any,
     directory: Path,
@@ -427,35 +279,3 @@ def test_a_round_that_trained_no_token_is_refused_with_the_reason(
     assert "step 2 has no token to train" in result.reason
     assert "24 of 24 rollouts reached a limit" in result.reason
     assert [step["trained_tokens"] for step in lines(tmp_path / "metrics.jsonl") if step["event"] == "step"] == [0, 0]
-
-
-@pytest.mark.extended
-def test_an_agent_that_always_fails_is_refused_before_training(
-    engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(TrainError, match=r"it failed on 3 tasks before training.*the shop is closed") as refused:
-        run_program_round(engine, tmp_path, monkeypatch, rollout_settings(folder), does="raise")
-    assert not refused.value.retryable
-    assert not rollout_file.rollout_files(tmp_path)
-
-
-def test_settings_reach_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from flywheel.training.program.program_pool import program_of
-
-    assert program_of(Config()) is None
-    given = {
-        "agent": {"workflow": "agent.py:run"},
-        "auxiliary_models": {"user": {"base_url": "http://user/v1", "model": "u", "api_key_env": "USER_SIM_KEY"}},
-        "agent_memory_gb": 0.5,
-        "reward": {"rubric": 0, "workflow": 1},
-    }
-    config = Config.model_validate({"rollout": given}, context=tmp_path)
-    with pytest.raises(ConfigError, match="USER_SIM_KEY"):
-        program_of(config)
-    monkeypatch.setenv("USER_SIM_KEY", "key-of-the-user")
-    program = program_of(Config.model_validate(json.loads(config.model_dump_json())))
-    assert program is not None
-    assert (program.workflow, program.folder) == (f"{tmp_path}/agent.py:run", str(tmp_path))
-    assert (program.needs_response, program.needs_reward, program.memory_bytes) == (False, True, 500_000_000)
-    assert program.auxiliary_models["user"].api_key == "key-of-the-user"
-    assert "key-of-the-user" not in repr(program)

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import questions
-from flywheel.config.file import Config
-from flywheel.daemon.status import metrics_of
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data import rollout_file
-from flywheel.training.data.prompts import Prompt, schedule
+from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import CallOutcome, Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.loop import Reinforcement
 from tests.factories.engine import strange_adapter
 from tests.factories.round import POLICY
-from tests.factories.stage_loop import FIGURES, StandInTrainers, work
 from tests.factories.worker import lines
-from tests.factories.worker import spec as round_spec
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
 from tests.training.optim import calling_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-CONTEXT, TOKENS = 128, 40
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -125,45 +117,6 @@ def test_the_engines_logprobs_are_those_of_the_merged_sample(
     assert gap(PeftModel.from_pretrained(base, tmp_path / "a31")) < 1e-3
 
 
-def test_rollouts_of_a_seed_are_the_same_again(engine: Any, prompts: list[Prompt]) -> None:
-    use(engine)
-    first, again, other = (generate(engine, prompts, seed=seed) for seed in (7, 7, 8))
-    assert sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)
-    assert sum(a.token_ids == b.token_ids for a, b in zip(first, other, strict=True)) < 0.5 * len(first)
-
-
-def test_a_call_without_a_recorded_result_is_a_miss(engine: Any, prompts: list[Prompt]) -> None:
-    only_boxed = [
-        replace(each, task=calling_policy.task(each.task.task_id, questions()[0], recorded=(True,)))
-        for each in prompts
-    ]
-    use(engine)
-    made = generate(engine, only_boxed)
-    missed = [each for each in made if each.missed]
-    assert {each.error for each in missed} == {'no recorded result for look({"boxed": false})'}
-    assert all(each.samples and not each.text for each in missed)
-    use(engine, ToolSetup(on_miss="error"))
-    told = generate(engine, only_boxed)
-    assert not any(each.missed for each in told)
-    assert [any(call.is_miss for call in each.calls) for each in told] == [each.missed for each in made]
-    # The gate ends a rollout in any case.
-    assert any(each.missed for each in generate(engine, only_boxed, as_served=True, max_tokens=None))
-
-
-def test_limits_truncate(engine: Any, prompts: list[Prompt]) -> None:
-    use(engine, ToolSetup(max_turns=1))
-    assert {(each.turns, each.truncated, each.error) for each in generate(engine, prompts)} == {(1, True, "")}
-    use(engine)
-    short = generate(engine, prompts, max_tokens=3)
-    assert {(each.truncated, len(each.token_ids) <= 3) for each in short} == {(True, True)}
-
-
-def test_a_rollout_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:
-    use(engine)
-    [cut] = generate(engine, prompts[:1], as_served=True, max_tokens=None, seconds=0)
-    assert cut.error == "no message within 0 s"
-
-
 def test_rollouts_that_take_too_long_are_given_up_and_the_engine_goes_on(engine: Any, prompts: list[Prompt]) -> None:
     use(engine)
     first = generate(engine, prompts)
@@ -178,62 +131,6 @@ def test_rollouts_that_take_too_long_are_given_up_and_the_engine_goes_on(engine:
 def graded(shown: Exchange) -> Verdict:
     """Some answers are right and some are wrong."""
     return verdict(float(len(shown.answer) % 2))
-
-
-def unrecorded(prompt: Prompt) -> Prompt:
-    """The same without any recorded result: each call is a miss."""
-    return replace(prompt, task=prompt.task.model_copy(update={"steps": []}))
-
-
-def test_a_step_drops_groups_of_misses_and_trains_on_the_others(
-    engine: Any, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    use(engine)
-    config = Config.model_validate({"training": {"steps": 2, "prompts_per_step": 3, "group_size": 4}})
-    spec = round_spec("http://127.0.0.1:9/v1")
-    [first, _] = schedule(len(prompts), per_step=3, steps=2, seed=spec.seed)
-    missing = set(first[:2])
-    some = [
-        replace(unrecorded(each) if place in missing else each, max_tokens=TOKENS)
-        for place, each in enumerate(prompts)
-    ]
-    with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        of_stage = work(spec, config, tmp_path, StandInTrainers())
-        of_base: Any = SimpleNamespace(load=lambda *_: None)
-        run = Reinforcement(replace(of_stage, adapters=of_base), some, collector)
-        batch = run.collect(0)
-        rows = run.items(0, batch)
-        run.record(0, batch, FIGURES)
-        run.close()
-    written = list(rollout_file.rollouts(tmp_path))
-    assert len(written) == 3 * 4
-    assert [line["dropped"] for line in written[:8]] == ["misses"] * 8
-    assert all(line["advantage"] is None and "no recorded result" in line["error"] for line in written[:8])
-    trained = {line["task_id"] for line in written if line["advantage"] is not None}
-    assert trained == run.with_gradient
-    assert {some[place].task.task_id for place in missing}.isdisjoint(trained)
-    assert bool(rows) == bool(trained)
-    [figures] = [line for line in metrics_of(tmp_path) if line["event"] == "step"]
-    assert (figures["groups_dropped"]["misses"], figures["groups"]) == (2, 3)
-    assert (figures["missed"], figures["undecided"]) == (8, 0)
-    assert figures["tools"]["miss_share"] == pytest.approx(8 / 12)
-    assert figures["tools"]["hit_rate_by_tool"] == {"look": figures["tools"]["hit_rate"]}
-
-
-def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    use(engine)
-    config = Config.model_validate({"gate": {"samples": 2, "min_tasks": 3}})
-    held_out = [unrecorded(prompts[0]), *prompts[1:3]]
-    candidate = strange_adapter(engine, 32, tmp_path / "a32")
-    with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        sides = candidate, None
-        found = answer(held_out, sides, round_spec("http://127.0.0.1:9/v1"), config, collector, tmp_path)
-    ray_cluster.wait([engine.unload.remote(candidate)])
-    others = [reward for _, deployed in found.rewards[1:] for reward in deployed]
-    mean = statistics.fmean(reward for reward in others if reward is not None)
-    assert found.missed == (2, 2)
-    assert found.rewards[0] == ((0.0, 0.0), (mean, mean))
-    assert found.at_bound == [((0.0, 0.0), (1.0, 1.0)), *found.rewards[1:]]
 
 
 def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,19 +176,3 @@ def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch
     ended = [answer["side"] for answer in answers if "no recorded result" in answer["error"]]
     assert ended.count("candidate") == comparison.candidate_missed
     assert ended.count("deployed") == comparison.deployed_missed
-
-
-@pytest.mark.extended
-def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    some = questions()[::40]
-    train = [calling_policy.task(f"t-{at}", some[at], ()) for at in range(12)]
-    held_out = [calling_policy.task(f"h-{at}", some[12 + at]) for at in range(10)]
-    result = run_round(engine, tmp_path, monkeypatch, train, held_out, max_completion_tokens=TOKENS)
-    assert (result.outcome, result.adapter, result.comparison) == ("refused", None, None)
-    assert "48 of 48 rollouts ended at a call without a recorded result" in result.reason
-    assert result.without_gradient == [task.task_id for task in train]
-    assert not (tmp_path / "adapter").exists()
-    written = list(rollout_file.rollouts(tmp_path))
-    assert {(line["step"], line["dropped"]) for line in written} == {(1, "misses"), (2, "misses")}

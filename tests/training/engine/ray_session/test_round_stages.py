@@ -186,15 +186,6 @@ def ends(training: Training) -> list[tuple[str, str]]:
     return [(stage.stage, stage.outcome) for stage in training.stages]
 
 
-def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine: Any, tmp_path: Path) -> None:
-    made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"]})
-    assert calls == [("sft", 4, 2, 0), ("load", "sft"), ("grpo", 4, 3)]
-    assert ends(made) == [("sft", "trained"), ("grpo", "trained")]
-    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (8, 5, 0.1, 0.4)
-    assert made.adapter is not None
-    assert Path(made.adapter.path) == tmp_path / "stages" / "2-grpo" / "adapter"
-
-
 def test_a_further_worker_finds_the_stages_that_have_ended_with_all_that_they_ended_with(
     engine: Any, tmp_path: Path
 ) -> None:
