@@ -39,10 +39,6 @@ def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
     assert some.rollouts[1].failure == "the judge was away"
 
 
-def test_groups_with_spread_are_those_whose_decided_rewards_differ() -> None:
-    assert batch([1] * 4, [0, 1, 1, 1], [1, 0, 0, None], [0, 0.1, None, 0, 0], [None] * 4).groups_with_spread == 2
-
-
 def test_one_failed_rollout_leaves_its_group_with_one_less() -> None:
     some = RolloutBatch((rollout(0, 1), failed(0), *(rollout(0, 0) for _ in range(3))))
     assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0, 0, 0])

@@ -21,7 +21,7 @@ from flywheel.training.data.samples import (
     token_counts,
     token_weights,
 )
-from tests.training.data.rollouts import batch, failed, prompt, reply, request, rollout, verdict
+from tests.training.data.rollouts import failed, prompt, reply, request, rollout, verdict
 
 
 def advantages(*rewards: float | None) -> list[float | None]:
@@ -42,24 +42,6 @@ def test_an_advantage_is_the_distance_to_the_mean_in_deviations() -> None:
 
 def test_rewards_that_differ_by_the_judges_noise_get_no_large_advantage() -> None:
     assert advantages(0.5, 0.5, 0.5, 0.54) == pytest.approx([-0.1, -0.1, -0.1, 0.3])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "trained"),
-    [
-        ([0.5, 0.5, 0.5, 0.52], True),
-        ([0.6, 0.6, 0.6, 0.62], True),
-        ([0.5, 0.5, 0.5, 0.519], False),
-        ([1, 1, 1, 1], False),
-        ([1, 0, 1], False),
-        ([1, 0, None, 1, None], False),
-        ([1, 0, None, 1, 0], True),
-        ([None, None, None, None], False),
-    ],
-)
-def test_a_group_needs_four_rewards_that_differ(rewards: list[float | None], trained: bool) -> None:
-    expected = [trained and reward is not None for reward in rewards]
-    assert [value is not None for value in advantages(*rewards)] == expected
 
 
 def test_an_undecided_rollout_has_no_part_in_the_baseline_of_its_group() -> None:
@@ -88,13 +70,6 @@ def test_rewards_of_another_range_have_the_same_groups_and_advantages(span: floa
         assert [each is None for each in found] == [True] * 4 + [False] * 8
         assert found[4:] == pytest.approx(wanted[4:])
     assert dropped_groups(groups, scaled, [False] * 12, span=span) == {0: "spread"}
-
-
-def test_dropped_groups_failed_and_undecided_rollouts_are_no_rows() -> None:
-    some = batch([1, 0, None, 0, 1], [1, 1, 1, 1], [1, 0, 0])
-    whole = RolloutBatch((*some.rollouts, failed(0)))
-    assert [row.rollout for row in whole.rows()] == [0, 1, 3, 4]
-    assert whole.groups_with_spread == 1
 
 
 def test_truncated_rollouts_are_left_out_on_request_and_still_count_in_their_group() -> None:

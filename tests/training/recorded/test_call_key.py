@@ -40,11 +40,6 @@ def test_order_and_spaces_of_arguments_do_not_matter(arguments: dict[str, Any]) 
     assert key(arguments) == key(again)
 
 
-@for_each("value", ["1", 1.0, True, None, [1], {"a": 1}, 2])
-def test_one_is_not_a_text_nor_anything_else(value: Any) -> None:
-    assert key({"a": 1}) != key({"a": value})
-
-
 def test_the_key_has_the_name_and_the_whole_definition() -> None:
     keys = {
         key({"a": 1}),

@@ -1,4 +1,4 @@
-"""Tool calls of rollouts, answered from recordings."""
+"""Tool calls of rollouts, answered from recordings, and the loop of model and tools around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, SharedRecordings, ToolResult, finish_answer
 from flywheel.training.data.rollout import AnsweredCall, CallOutcome, tool_metrics
-from flywheel.training.recorded.recorded_rollout import RecordedTools, ToolTurn
+from flywheel.training.recorded.recorded_rollout import End, RecordedLoop, RecordedTools, ToolTurn
 from flywheel.training.recorded.recordings import TraceRecording, results_of, tools_by_name
 from tests.cases import for_each
 from tests.training.recorded.recordings import ADD, FINISH, call, identity, recording, said, shared_recordings, tool
@@ -39,22 +39,6 @@ MISS = (CallOutcome.MISS, None)
 
 
 # --- own results
-
-
-def test_the_kth_identical_call_gets_the_kth_result_and_then_none() -> None:
-    two = {"a": 1, "b": 1}
-    tools = tools_for(recording((call("add", two), "2"), (call("add", {"a": 3}), "3"), (call("add", two), "two")))
-    assert ask(tools, two, two, {"a": 3}, two) == [
-        (CallOutcome.TRACE, "2"),
-        (CallOutcome.TRACE, "two"),
-        (CallOutcome.TRACE, "3"),
-        MISS,
-    ]
-
-
-def test_equal_results_last_for_any_number_of_calls() -> None:
-    tools = tools_for(recording((call("add", {"a": 1}), "1"), (call("add", {"a": 1}), "1")))
-    assert ask(tools, *[{"a": 1}] * 5) == [(CallOutcome.TRACE, "1")] * 5
 
 
 @given(TRACES, st.lists(ARGUMENTS, max_size=12))
@@ -270,13 +254,6 @@ def test_a_miss_ends_the_rollout_and_the_calls_after_it_are_counted_but_not_answ
     assert (turn.ended_by, turn.answer, len(turn.messages)) == ("miss", "", 1)
 
 
-def test_a_miss_can_be_an_error_of_the_tool() -> None:
-    turn = tools_for(recording(), on_miss="error").answer([call("add", {"a": 9})])
-    assert (turn.ended_by, turn.calls[0].is_miss) == ("", True)
-    assert turn.steps[0]["content"] == "ToolUnavailableError: add returned no result"
-    assert turn.steps[0]["status"] == "error"
-
-
 # --- finish tools
 
 
@@ -314,6 +291,41 @@ def test_agentscopes_finish_functions_end_the_rollout_without_being_configured(n
 def test_a_finish_tool_that_is_not_offered_is_unknown() -> None:
     turn = tools_for(recording(tools=(ADD,))).answer([call("generate_response", {"response": "x"})])
     assert (turn.ended_by, turn.calls[0].outcome) == ("", CallOutcome.UNKNOWN_TOOL)
+
+
+# --- the loop
+
+
+def loop() -> RecordedLoop:
+    return RecordedLoop([], tools_for(recording((call("add", {"a": 1}), "1"))))
+
+
+def test_a_reply_without_calls_is_a_rollout_without_steps() -> None:
+    rollout = loop()
+    rollout.advance({"role": "assistant", "content": None})
+    assert (rollout.end, rollout.answer, rollout.steps, rollout.messages) == (End.ANSWERED, "", [], [])
+    with pytest.raises(ValueError, match="has ended: answered"):
+        rollout.advance(said(call("add", {"a": 1})))
+
+
+def test_a_finish_tool_is_the_answer_and_no_step() -> None:
+    rollout = loop()
+    done = call("generate_response", {"response": "1"})
+    first = call("add", {"a": 1})
+    rollout.advance(said(first, done, call("add", {"a": 9})))
+    assert (rollout.end, rollout.answer) == (End.FINISHED, "1")
+    assert [step.get("tool_calls") for step in rollout.steps] == [[first], None]
+    assert rollout.calls[-1].outcome is CallOutcome.FINISH
+    for content, steps in (("", []), ("Now:", [{"role": "assistant", "content": "Now:"}])):
+        rollout = loop()
+        rollout.advance(said(done, content=content))
+        assert (rollout.answer, rollout.steps) == ("1", steps)
+
+
+def test_a_truncated_message_ends_it_and_its_calls_are_not_answered() -> None:
+    rollout = loop()
+    rollout.advance(said(call("add", {"a": 1}), content="It is"), truncated=True)
+    assert (rollout.end, rollout.answer, rollout.calls, rollout.steps) == (End.TRUNCATED, "It is", [], [])
 
 
 # --- which tasks are asked
