@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -31,7 +30,7 @@ from flywheel.training.data.rollout import (
     deviation,
     mean,
 )
-from flywheel.training.data.rollout_file import rollout_line, rollouts, step_file
+from flywheel.training.data.rollout_file import rollouts, step_file
 from flywheel.training.data.samples import Sample
 from tests.training.data.rollouts import batch, failed, missed, recorded, request, rollout
 
@@ -298,16 +297,6 @@ def test_half_a_line_of_a_worker_that_died_costs_that_line_alone(tmp_path: Path)
     assert [again.find(request(0, seed), RewardWeights()) is not None for seed in range(2)] == [True, False]
     again.add(replace(rollout(0, 1), request=request(0, 1)))
     assert GradedRollouts(tmp_path).find(request(0, 1), RewardWeights()) is not None
-
-
-def test_log_probabilities_rewards_and_advantages_are_stored_exactly() -> None:
-    value = -0.1 - 1e-16
-    completion = replace(
-        rollout(0, 1).completion, samples=(Sample((1, 2), (False, True), (None, value)),), texts=((None, None),)
-    )
-    line = json.loads(json.dumps(rollout_line(Rollout(request(0), completion, None), 1, 1 / 3)))
-    assert line["samples"][0]["logprobs"][1] == value
-    assert line["advantage"] == 1 / 3
 
 
 def test_the_mean_of_huge_metrics_does_not_overflow() -> None:

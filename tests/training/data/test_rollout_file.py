@@ -77,14 +77,6 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path: Path) -> None:
         rollout_of(next(groups(tmp_path)), 0)
 
 
-def test_a_summary_is_small(tmp_path: Path) -> None:
-    """Fewer than 150 bytes for each rollout, whatever its length."""
-    written = step(1, groups=8, size=8)
-    write_step(path := step_file(tmp_path, 1), written)
-    with path.open("rb") as file:
-        assert len(file.readline()) < 150 * len(written)
-
-
 def test_a_round_with_all_steps_in_one_file_is_read(tmp_path: Path) -> None:
     directory = shutil.copytree(IN_ONE_FILE, tmp_path / "r0001")
     found = list(groups(directory))

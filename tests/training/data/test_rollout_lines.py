@@ -142,17 +142,3 @@ def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path
     append_answer(tmp_path, made, None)
     [answer] = lines(tmp_path / "evaluation.jsonl")
     assert (answer["steps"], answer["answer"]) == (line["steps"], "It is 1.")
-
-
-def test_token_text_does_not_double_the_file() -> None:
-    """Token texts are a list beside three others, not a copy of the conversation."""
-    ids = tuple(range(30_000, 32_000))
-    texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
-    logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
-    asked = Prompt(round_task(), ids[:1_000])
-    completion = reply(asked, ids[1_000:], logprobs, "answer", prompt_texts=texts[:1_000], texts=texts[1_000:])
-    made = Rollout(request(of=asked), completion, verdict(1))
-    line = rollout_line(made, 1, 0.0)
-    size = len(json.dumps(line, separators=(",", ":")))
-    del line["samples"][0]["text"]
-    assert size < 1.6 * len(json.dumps(line, separators=(",", ":")))

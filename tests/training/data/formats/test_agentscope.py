@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from flywheel.records.task import qa_hash
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported
 from tests.training.data.formats.filling import (
@@ -56,19 +55,6 @@ def test_agentjet_makes_its_data_set_of_the_tasks(exported: Exported) -> None:
 
     made = datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in Task.model_fields})
     assert [row["metadata"] for row in made] == [row["metadata"] for row in rows]
-
-
-def test_agentjet_gets_reference_and_history(exported: Exported) -> None:
-    [task] = [Task(**row) for row in lines(exported("agentjet", [good(later_turn(1))]))]
-    assert task.main_query == "Now double that."
-    assert [message["content"] for message in task.init_messages] == [
-        "You do sums.",
-        "What is 2 plus 2?",
-        "\\boxed{4}",
-    ]
-    assert task.env_type == "no_env"
-    assert task.metadata["answer"] == "\\boxed{2}"
-    assert task.metadata["qa_hash"] == qa_hash("Now double that.", "\\boxed{2}")
 
 
 # Trinity-RFT

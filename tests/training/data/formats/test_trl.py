@@ -113,14 +113,6 @@ def test_a_late_tool_call_does_not_break_a_long_file(exported: Exported, load: L
     assert len(lines(path)) == 202
 
 
-def test_without_the_richest_line_first_that_long_file_breaks(exported: Exported, load: Load) -> None:
-    path = exported("trl-sft", [*(good(reply(number)) for number in range(200)), good(with_tools(300))])
-    written = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*written[1:], written[0]]))
-    with pytest.raises(Exception, match="generating the dataset"):
-        load(path, chunksize=5_000)
-
-
 # Pairs
 
 
@@ -166,15 +158,6 @@ def test_the_margin_decides_exactly(exported: Exported, margin: str, expected: i
     else:
         with pytest.raises(AssertionError, match="too close"):
             exported("trl-dpo", entries, "--margin", margin)
-
-
-def test_no_reply_is_in_two_pairs_and_the_widest_come_first(exported: Exported) -> None:
-    def said(number: int, value: float, answer: str) -> Judged:
-        return (good if value >= 0.5 else bad)(reply(number, query="Again?", answer=answer), value)
-
-    entries = [said(1, 0.7, "a"), said(2, 1.0, "b"), said(3, 0.3, "c"), said(4, 0.0, "d"), said(5, 0.6, "e")]
-    written = lines(exported("trl-dpo", entries))
-    assert [(line["chosen_score"], line["rejected_score"]) for line in written] == [(0.7, 0.3), (1.0, 0.0)]
 
 
 # The trainers themselves
