@@ -31,11 +31,6 @@ LLAMA = (
     "{{ call.function.arguments | tojson }}}{%- endfor -%}<|eot_id|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif -%}"
 )
-SMOLLM = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
-    "You are helpful.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QWEN3 = (
     "{%- if tools -%}<|im_start|>system\n{% for tool in tools -%}{{ tool | tojson }}\n{% endfor -%}<|im_end|>\n"
     "{% endif -%}"
@@ -55,7 +50,6 @@ QWEN3 = (
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% if enable_thinking is false -%}<think>\n\n</think>\n\n"
     "{% endif -%}{%- endif -%}"
 )
-ENDS = {LLAMA: "<|eot_id|>"}
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -117,102 +111,6 @@ def supervised(served: Served, sample: Sample) -> list[str]:
     return [served.decoded(run) for run in runs]
 
 
-def encoded(served: Served, template: str, of: RoundTask, **arguments: Any) -> tuple[int, ...]:
-    chat = served.chat(f"--chat-template={template}", f"--default-chat-template-kwargs={json.dumps(arguments)}")
-    return asyncio.run(chat.encode(of))
-
-
-@pytest.mark.parametrize("template", [CHATML, LLAMA, SMOLLM], ids=["chatml", "llama3", "smollm2"])
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [{"role": "user", "content": "Hi"}],
-        [{"role": "system", "content": ""}, {"role": "user", "content": "Hi"}],
-        [
-            {"role": "user", "content": "Hi"},
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "1+2?"},
-        ],
-        [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "1+2?"},
-        ],
-    ],
-    ids=["no system message", "an empty one", "one that is not first", "an earlier turn"],
-)
-def test_only_the_answer_is_supervised(served: Served, template: str, prompt: list[dict[str, Any]]) -> None:
-    of = task(said("It is 3."), prompt=prompt)
-    [sample] = samples(served, template, of)
-    assert supervised(served, sample) == ["It is 3." + ENDS.get(template, "<|im_end|>")]
-    context = encoded(served, template, of)
-    assert sample.token_ids[: len(context)] == context
-    assert sample.trained == [place for place, own in enumerate(sample.loss_mask) if own]
-    assert sample.loss_mask == (*[False] * len(context), *[True] * (len(sample.token_ids) - len(context)))
-
-
-@pytest.mark.parametrize("template", [CHATML, LLAMA, SMOLLM], ids=["chatml", "llama3", "smollm2"])
-def test_each_turn_of_a_reply_is_supervised_and_results_of_tools_are_not(served: Served, template: str) -> None:
-    if template != LLAMA:
-        of = task(said("One moment."), result(1, "3"), said("It is 3."))
-    else:
-        of = task(
-            said(None, call(1, a=1)), result(1, "3"), said(None, call(2, b=2)), result(2, "4"), said("7"), tools=True
-        )
-    end = ENDS.get(template, "<|im_end|>")
-    [sample] = samples(served, template, of)
-    texts = supervised(served, sample)
-    expected = (
-        [f"One moment.{end}", f"It is 3.{end}"]
-        if template != LLAMA
-        else [
-            f'{{"name": "add", "parameters": {{"a": 1}}}}{end}',
-            f'{{"name": "add", "parameters": {{"b": 2}}}}{end}',
-            f"7{end}",
-        ]
-    )
-    assert texts == expected
-    # The newline of the template behind the end of a turn is context.
-    assert "3" in served.decoded(
-        [token for token, own in zip(sample.token_ids, sample.loss_mask, strict=True) if not own]
-    )
-
-
-def test_parallel_calls_and_two_turns_of_tools(served: Served) -> None:
-    reply = (
-        said(None, call(1, a=1), call(2, a=2)), result(1, "1"), result(2, "2"),
-        said("Now the sum.", call(3, a=3)), result(3, "3"), said("It is 3."),
-    )  # fmt: skip
-    made = samples(served, QWEN3, task(*reply, tools=True), enable_thinking=False)
-    texts = [text for sample in made for text in supervised(served, sample)]
-    assert texts == [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
-        'Now the sum.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>',
-        "It is 3.<|im_end|>",
-    ]
-    for place, text in ((0, texts[0]), (3, texts[1]), (5, texts[2])):
-        prompt = [*task().prompt, *reply[:place]]
-        context = encoded(served, QWEN3, task(prompt=prompt, tools=True), enable_thinking=False)
-        assert any(
-            sample.token_ids[: len(context)] == context
-            and served.decoded(sample.token_ids[len(context) :]).startswith(text)
-            for sample in made
-        )
-
-
-def test_recorded_reasoning_is_taught(served: Served) -> None:
-    [sample] = samples(served, QWEN3, task(said("3", reasoning_content="1 and 2 are 3.")))
-    assert supervised(served, sample) == ["<think>\n1 and 2 are 3.\n</think>\n\n3<|im_end|>"]
-
-
-def test_a_reply_without_its_reasoning_is_left_out_unless_that_is_permitted(served: Served) -> None:
-    with pytest.raises(NoSampleError, match="reasoning was not recorded"):
-        samples(served, QWEN3, task(said("3")))
-    [sample] = samples(served, QWEN3, task(said("3")), empty=True)
-    assert supervised(served, sample) == ["<think>\n\n</think>\n\n3<|im_end|>"]
-
-
 def test_without_thinking_there_is_no_reasoning_to_record(served: Served) -> None:
     [sample] = samples(served, QWEN3, task(said("3")), enable_thinking=False)
     assert supervised(served, sample) == ["3<|im_end|>"]
@@ -262,14 +160,11 @@ def test_turns_before_a_last_result_are_trained(served: Served) -> None:
         samples(served, CHATML, task(result(1, "3")))
 
 
-@pytest.mark.parametrize("template", [CHATML, SMOLLM], ids=["chatml", "smollm2"])
 @pytest.mark.parametrize("content", [None, "Let me look."])
-def test_calls_that_a_template_does_not_write_are_not_trained_around(
-    served: Served, template: str, content: str | None
-) -> None:
+def test_calls_that_a_template_does_not_write_are_not_trained_around(served: Served, content: str | None) -> None:
     of = task(said(content, call(1, a=1)), result(1, "3"), said("It is 3."), tools=True)
     with pytest.raises(NoSampleError, match="the chat template does not write its calls"):
-        samples(served, template, of)
+        samples(served, CHATML, of)
 
 
 @pytest.mark.parametrize("dropped", ["call.function.name | tojson", "call.function.arguments | tojson"])
@@ -344,7 +239,7 @@ def test_a_template_is_asked_before_the_model_is_loaded_whether_it_trains(served
     def checked(template: str) -> None:
         asyncio.run(served.chat(f"--chat-template={template}").check_targets())
 
-    for template in (CHATML, LLAMA, SMOLLM, QWEN3):
+    for template in (CHATML, LLAMA, QWEN3):
         checked(template)
     checked("{{ raise_exception('not this question') }}")
     with pytest.raises(TrainError, match="no token at which the server stops"):
@@ -387,13 +282,3 @@ def test_rendering_changes_no_task(served: Served) -> None:
     before = of.model_copy(deep=True)
     samples(served, QWEN3, of)
     assert of == before
-
-
-def test_a_template_that_ends_no_turn_is_named(served: Served) -> None:
-    template = (
-        "{% for message in messages %}{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
-    )
-    with pytest.raises(NoSampleError, match="does not write it behind its prompt"):
-        samples(served, template, task(said("3")))
-    with pytest.raises(NoSampleError, match="no token at which the server stops"):
-        samples(served, template.replace("A: ", ""), task(said("3")))

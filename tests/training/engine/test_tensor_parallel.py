@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from flywheel.config.file import Config
-from flywheel.config.trinity import rows_of, settings_of
 from flywheel.errors import TrainError
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.training.engine import engine as engine_module
@@ -88,9 +87,3 @@ def test_an_engine_that_is_too_small_for_the_weights_is_refused(tmp_path: Path) 
     with pytest.raises(TrainError, match=r"40.0 GiB, cannot hold the model's weights, 100 GiB / .* = 50.0 GiB"):
         Engine(settings).check_memory()
     Engine(replace(settings, tensor_parallel=4)).check_memory()
-
-
-def test_the_key_of_the_tuner_and_of_trinity_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: 8)
-    both = ({"tensor_parallel_size": 2}, {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}})
-    assert [settings_of(rows_of(raw)[0], "test")["rollout"] for raw in both] == [{"tensor_parallel": 2}] * 2

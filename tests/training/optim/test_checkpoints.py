@@ -64,13 +64,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(parent: Pat
     assert resumed.logs == whole.logs[2:]
 
 
-def test_training_that_had_ended_has_nothing_left_to_do(parent: Path) -> None:
-    whole = trained(parent)
-    again = trained(parent, checkpoint=whole.checkpoint())
-    assert again.steps == []
-    assert furthest(again.weights(), whole.weights()) == 0
-
-
 def test_checkpoints_come_in_pieces_and_have_the_trained_adapter_alone(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,11 +90,3 @@ async def test_with_isolation_each_run_has_a_process_of_its_own_set_up_anew(new_
     pids = [runs[0] for runs, _ in found]
     assert found == [[[pid], [pid]] for pid in pids]
     assert len({*pids, os.getpid()}) == 4
-
-
-@pytest.mark.slow
-async def test_without_it_globals_stay(new_pool: NewPool) -> None:
-    pool = new_pool(COUNTS, setup="agent:setup")
-    found = [await found_by(pool) for _ in range(3)]
-    pid = found[0][1][0]
-    assert found == [[[pid] * runs, [pid]] for runs in (1, 2, 3)]
