@@ -78,24 +78,6 @@ def test_the_objects_of_agentscopes_tuner(caplog: pytest.LogCaptureFixture) -> N
     assert "the algorithm: without effect: algorithm.eval_interval_steps; see" in caplog.text
 
 
-def test_a_file_of_trinity(tmp_path: Path) -> None:
-    raw = {
-        "project": "AgentScope",
-        "algorithm": {"algorithm_type": "multi_step_grpo", "repeat_times": 4, "optimizer": {"lr": 1e-6}},
-        "model": {"model_path": "/models/qwen", "max_model_len": 2048, "max_response_tokens": 512},
-        "buffer": {"batch_size": 16, "total_steps": 12, "explorer_input": {"taskset": {"path": "x"}}},
-        "explorer": {"rollout_model": {"engine_num": 3, "temperature": 0.9}, "max_timeout": 300},
-        "synchronizer": {"sync_interval": 1},
-        "trainer": {"save_interval": 50},
-    }
-    (tmp_path / "trinity.yaml").write_text(yaml.safe_dump(raw))
-    found = settings(tmp_path / "trinity.yaml")
-    assert (found.training.group_size, found.training.prompts_per_step, found.training.steps) == (4, 16, 12)
-    assert (found.rollout.engines, found.rollout.temperature, found.rollout.agent_timeout_seconds) == (3, 0.9, 300)
-    assert (found.rollout.max_model_len, found.rollout.max_completion_tokens) == (2048, 512)
-    assert found.training.save_steps == 50
-
-
 def test_the_data_sets_of_a_trinity_file_and_its_epochs(tmp_path: Path) -> None:
     taskset = {"path": "openai/gsm8k", "subset_name": "main", "split": "train", "format": {"prompt_key": "problem"}}
     inputs = {"taskset": taskset, "eval_tasksets": [{**taskset, "split": "test"}, {"path": "more.jsonl"}]}
@@ -208,14 +190,6 @@ def test_the_names_of_the_tuner_need_little(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_own_keys_and_short_names_together() -> None:
-    found = settings(
-        {"repeat_times": 5, "timeout": 30, "model": {"base": "/m"}, "rollout": {"workers": 2}}, model="/x"
-    )
-    assert (found.training.group_size, found.rollout.agent_timeout_seconds, found.rollout.workers) == (5, 30, 2)
-    assert found.model.base == "/x"
-
-
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -311,22 +285,12 @@ def test_no_key_of_flywheel_is_taken_for_a_mistake_in_one_of_trinity() -> None:
             assert name != "model" or not trinity.TRINITY.knows(f"{name}.{key}")
 
 
-WORKFLOWS = {
-    "it is not an async function": ("def run(task, model):\n    return 1.0\n", "is not an async function"),
-    "it takes no model": ("async def run(task):\n    return 1.0\n", "has no parameter model"),
-    "its file does not load": ("import no_such_module\n\nasync def run(task, model): ...\n", "does not load"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("text, why", WORKFLOWS.values(), ids=WORKFLOWS)
-def test_the_contract_is_checked_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
-) -> None:
+def test_the_contract_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_round, "PACKAGES", ("numpy",))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "flow.py").write_text(text)
-    with pytest.raises(ConfigError, match=f"load the workflow .*flow.py:run.*{why}"):
+    (tmp_path / "flow.py").write_text("async def run(task):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"load the workflow .*flow.py:run.*has no parameter model"):
         flywheel.tune("flow.py:run", model="/none", train_dataset="rows.jsonl", directory=tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
@@ -387,24 +351,11 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
         flywheel.tune(run)
 
 
-def test_a_data_set_is_split_by_conversation(tmp_path: Path) -> None:
-    rows = [
-        {
-            "question": f"What is {n} plus 1?",
-            "answer": str(n + 1),
-            "colour": n,
-            "metadata": {"conversation_id": n // 2},
-        }
-        for n in range(40)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, held_out = file_round.tasks_of(settings({"gate": {"min_tasks": 8}}), tmp_path / "rows.jsonl", None)
-    assert (len(train) + len(held_out), len(held_out) >= 8) == (40, True)
-    assert not {task.conversation for task in train} & {task.conversation for task in held_out}
-    assert train[0].line["colour"] in range(40)
-    assert train[0].exchange.line["metadata"]["reference"] == str(train[0].line["colour"] + 1)
+def test_a_data_set_that_is_missing_or_too_small_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"What is {n} plus 1?"}) + "\n" for n in range(40)))
     for config, dataset, why in (
-        ({"gate": {"min_tasks": 60, "max_tasks": 60}}, tmp_path / "rows.jsonl", "gate.min_tasks"),
+        ({"gate": {"min_tasks": 60, "max_tasks": 60}}, rows, "gate.min_tasks"),
         ({}, tmp_path / "none.jsonl", "No such file"),
         ({}, None, "there is no train_dataset"),
     ):

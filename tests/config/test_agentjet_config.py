@@ -402,14 +402,6 @@ def test_a_section_beside_it_that_is_none_is_told_of(tmp_path: Path, beside: Any
 ROLLOUT = {"num_repeat": 4, "temperature": 0.9}
 
 
-@pytest.mark.parametrize("root", ["ajet", "astuner"])
-def test_flywheels_own_keys_take_precedence(root: str, tmp_path: Path) -> None:
-    inner = {"model": {"path": "/models/qwen"}, "rollout": ROLLOUT, "feedback_tracing": SECTION}
-    own = {"model": {"base": "mine"}, "training": {"group_size": 6}, "rollout": {"temperature": 0.5}}
-    config = read(tmp_path, {root: inner, **own})
-    assert (config.model.base, config.training.group_size, config.rollout.temperature) == ("mine", 6, 0.5)
-
-
 @pytest.mark.parametrize(
     ("raw", "key"),
     [
@@ -452,24 +444,6 @@ def test_the_builtin_reasons_are_judged_beside_the_text(tmp_path: Path) -> None:
     off["filters"][0]["params"]["builtin"] = False
     config = read(tmp_path, {"feedback_tracing": off, "model": MODEL})
     assert [each.id for each in rubric_of(config).every] == ["custom_rubrics"]
-
-
-def test_a_workflow_and_its_judge(tmp_path: Path) -> None:
-    raw = {
-        "ajet": {
-            "task_reader": {"type": "tracing", "feedback_tracing": SECTION},
-            "model": {"path": "Qwen/Qwen3-0.6B"},
-            "rollout": {"user_workflow": "tutorial.sums.agent->Sums", "num_repeat": 6},
-            "task_judge": {"judge_protocol": "tutorial/sums/judge.py->Right"},
-        }
-    }
-    folder = tmp_path / "tutorial" / "sums"
-    folder.mkdir(parents=True)
-    rollout = read(folder, raw).rollout
-    assert isinstance(rollout.agent, AgentProgramSettings)
-    assert (rollout.agent.workflow, rollout.agent.folder) == ("tutorial.sums.agent->Sums", tmp_path)
-    assert rollout.reward_function == f"{folder / 'judge.py'}->Right"
-    assert (rollout.weights.rubric, rollout.weights.workflow) == (0, 1)
 
 
 @for_each("key", ["user_workflow", "agentscope_workflow", "agentscope_learn_protocol"])
