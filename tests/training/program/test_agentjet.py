@@ -18,6 +18,9 @@ from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 from tests.sources.studio.reading import read_all
 from tests.sources.studio.writer import DATA, labels
+from tests.training.program.conftest import NewPool
+
+pytestmark = pytest.mark.slow
 
 WORKFLOWS = """
 import json
@@ -225,7 +228,6 @@ async def run(
             pool.close()
 
 
-@pytest.mark.slow
 async def test_the_openai_sdk_and_a_judge(tmp_path: Path) -> None:
     result, sent = await run(tmp_path, "OfTheSdk", "project.judges->Contains")
     assert (result.error, result.reward, result.response) == ("", 1.0, "You asked: What is 12 times 34?")
@@ -233,7 +235,6 @@ async def test_the_openai_sdk_and_a_judge(tmp_path: Path) -> None:
     assert [(each["model"], len(each["messages"])) for each in sent] == [("my-agent", 2)]
 
 
-@pytest.mark.slow
 async def test_a_workflow_that_rewards_itself_needs_no_judge(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "OverHttp", "project.judges->Contains")
     assert (result.error, result.reward) == ("", 0.75)
@@ -241,7 +242,6 @@ async def test_a_workflow_that_rewards_itself_needs_no_judge(tmp_path: Path) -> 
     assert result.response == '{"said": "You asked: What is 12 times 34?"}'
 
 
-@pytest.mark.slow
 async def test_an_agent_of_another_target_has_its_own_model(tmp_path: Path) -> None:
     result, _ = await run(
         tmp_path, "OfAgents", others={"writer": ModelEndpoint("http://127.0.0.1:1/v1", "writer-model")}
@@ -253,7 +253,6 @@ def debugging(way: str, debug_model: str | None, **metadata: Any) -> dict[str, A
     return {**TASK, "metadata": {"way": way, "debug_model": debug_model, **metadata}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "debug_model"), [("client", "big"), ("name", "gpt-4o"), ("object", "gpt-4o"), ("address", "big")]
 )
@@ -276,7 +275,6 @@ async def test_an_agent_that_is_not_trained_has_the_auxiliary_model_of_its_debug
         assert [each["model"] for each in other.requests] == ["gpt-4o"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "debug_model"), [("client", "gpt-4o"), ("name", None), ("object", "gpt-4o"), ("address", "x")]
 )
@@ -294,27 +292,23 @@ async def test_an_agent_that_only_the_policy_could_answer_is_refused_by_name(
         assert part in result.error
 
 
-@pytest.mark.slow
 async def test_a_workflow_that_catches_the_refusal_is_refused_as_well(tmp_path: Path) -> None:
     result, sent = await run(tmp_path, "Debugs", task=debugging("client", "gpt-4o", catches=True))
     assert (result.cause, result.reward, len(sent)) == ("raised", None, 1)
     assert "project.workflows->Debugs trains planner: its agent with target_tag 'writer'" in result.error
 
 
-@pytest.mark.slow
 async def test_numbers_of_numpy_are_metrics(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "Measures")
     assert (result.error, result.metrics) == ("", {"loss": 0.5, "tokens": 7.0, "one": 2.0, "is": 1.0})
 
 
-@pytest.mark.slow
 async def test_parts_that_only_agentjet_has_are_named(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "UsesMore")
     assert result.cause == "raised"
     assert "RobustDashScopeChatModel of ajet.utils.robust_dashscope is not available" in result.error
 
 
-@pytest.mark.slow
 async def test_classes_of_astuner_get_a_tuner_that_is_the_chat_model(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "Earlier", module="earlier")
     unknown = "no model is registered as 'nobody': call register_model first"
@@ -322,43 +316,30 @@ async def test_classes_of_astuner_get_a_tuner_that_is_the_chat_model(tmp_path: P
     assert result.response == f"You asked: What is 12 times 34? | my-agent | my-agent | {unknown}"
 
 
-@pytest.mark.slow
 async def test_a_job_is_refused_with_what_to_use(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "Starts", module="earlier")
     assert "AstunerJob of astuner.cli.job is not available: start rounds with `flywheel round" in result.error
 
 
-@pytest.mark.slow
-async def test_a_checkout_that_cannot_be_imported_is_not_in_the_way(tmp_path: Path) -> None:
+async def test_a_checkout_that_cannot_be_imported_is_not_in_the_way(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "ajet").mkdir()
     (tmp_path / "ajet" / "__init__.py").write_text("import a_package_that_is_not_installed\n")
     project(tmp_path)
-    pool = ProgramPool(AgentProgram(workflow="project.workflows->OfTheSdk", folder=str(tmp_path)), workers=1)
-    try:
-        pool.start()
-    finally:
-        pool.close()
+    pool = new_pool(workflow="project.workflows->OfTheSdk")
+    pool.start()
     [note] = pool.notes
     assert note.startswith(f"{tmp_path}/ajet/__init__.py cannot be imported (No module named 'a_package")
 
 
-@pytest.mark.slow
-async def test_an_installed_agentjet_needs_its_own_variables(tmp_path: Path) -> None:
+async def test_an_installed_agentjet_needs_its_own_variables(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "ajet").mkdir()
     (tmp_path / "ajet" / "__init__.py").write_text("class Own:\n    async def execute(self, task, tuner): pass\n")
-    program = AgentProgram(
-        workflow="ajet->Own", folder=str(tmp_path), environment={"DASHSCOPE_API_KEY_BACKUP": "sk-1"}
-    )
-    pool = ProgramPool(program, workers=1)
-    try:
-        pool.start()
-    finally:
-        pool.close()
+    pool = new_pool(workflow="ajet->Own", environment={"DASHSCOPE_API_KEY_BACKUP": "sk-1"})
+    pool.start()
     [note] = pool.notes
     assert note.endswith("rollout.agent_environment must name DASHSCOPE_API_KEY")
 
 
-@pytest.mark.slow
 async def test_settings_are_those_of_the_file_over_the_documented_ones(tmp_path: Path) -> None:
     own = {"ajet": {"rollout": {"temperature": 0.5}}, "board": {"sizes": [{"width": 4}]}}
     result, _ = await run(tmp_path, "ReadsSettings", config=own)
@@ -366,7 +347,6 @@ async def test_settings_are_those_of_the_file_over_the_documented_ones(tmp_path:
     assert (result.error, result.response) == ("", f"30 32 0.5 4 no {path} is {why} of AgentJet")
 
 
-@pytest.mark.slow
 async def test_a_judge_asks_the_judges_endpoint_or_the_auxiliary_model_of_that_name(tmp_path: Path) -> None:
     named = {"ajet": {"task_judge": {"alien_llm_model": "big", "alien_llm_response_length": 99}}}
     result, sent = await run(tmp_path, "OfTheSdk", "project.judges->AsksAnother", asks="small", config=named)
@@ -386,7 +366,6 @@ async def test_a_judge_asks_the_judges_endpoint_or_the_auxiliary_model_of_that_n
     assert [each["model"] for each in sent] == ["my-agent"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", ["ajet", pytest.param("astuner", marks=pytest.mark.extended)])
 async def test_the_judge_of_boxed_results_is_our_check(tmp_path: Path, package: str) -> None:
     judge = f"{package}.task_judge.math_answer_as_judge->MathAnswerAsJudge"
@@ -402,23 +381,16 @@ async def test_the_judge_of_boxed_results_is_our_check(tmp_path: Path, package: 
         assert sent == []
 
 
-@pytest.mark.slow
-async def test_accepted_replies_are_rewarded_when_they_are_repeated(tmp_path: Path) -> None:
+async def test_accepted_replies_are_rewarded_when_they_are_repeated(new_pool: NewPool, tmp_path: Path) -> None:
     good = {label["span_id"]: label for label in labels("old") if label["expected_verdict"] == "GOOD"}
     replies, *_ = read_all(DATA / "old.sqlite")
     lines = [task_line(reply, "old") for reply in replies if reply.span_id in good and not reply.skip]
     project(tmp_path)
-    program = AgentProgram(
-        workflow="project.workflows->OfTheSdk", reward_function="project.judges->SameBox", folder=str(tmp_path)
-    )
-    pool = ProgramPool(program, workers=1)
+    pool = new_pool(workflow="project.workflows->OfTheSdk", reward_function="project.judges->SameBox")
     rewards = {}
-    try:
-        for line in lines:
-            task = program_line(line, is_accepted=True)
-            rewards[line["main_query"]] = await pool.run(task, {"agent": NOWHERE}, "agent", answer=line["answer"])
-    finally:
-        pool.close()
+    for line in lines:
+        task = program_line(line, is_accepted=True)
+        rewards[line["main_query"]] = await pool.run(task, {"agent": NOWHERE}, "agent", answer=line["answer"])
     assert {result.error for result in rewards.values()} == {""}
     assert [question for question, result in rewards.items() if result.reward != 1.0] == [
         "Write 2/11 as a LaTeX fraction."
@@ -426,12 +398,7 @@ async def test_accepted_replies_are_rewarded_when_they_are_repeated(tmp_path: Pa
     assert len(rewards) > 50
 
 
-@pytest.mark.slow
-async def test_a_class_that_is_neither(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("class Other: pass\n")
-    pool = ProgramPool(AgentProgram(workflow=f"{tmp_path / 'agent.py'}->Other"), workers=1)
-    try:
-        with pytest.raises(ConfigError, match="neither a workflow nor a judge class of AgentJet"):
-            pool.start()
-    finally:
-        pool.close()
+def test_a_class_that_is_neither(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool("class Other: pass", workflow=f"{tmp_path / 'agent.py'}->Other")
+    with pytest.raises(ConfigError, match="neither a workflow nor a judge class of AgentJet"):
+        pool.start()

@@ -15,6 +15,8 @@ from flywheel.errors import ConfigError
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
@@ -24,7 +26,6 @@ def site(tmp_path: Path) -> Path:
     return next((environment / "lib").glob("python*/site-packages"))
 
 
-@pytest.mark.slow
 async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool, site: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     (site / "package_of_the_agent.py").write_text("NAME = 'theirs'\n")
@@ -59,7 +60,6 @@ async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool
     assert all(name.startswith(ours) or name == "flywheel.training" for name in seen["modules"])
 
 
-@pytest.mark.slow
 async def test_the_interpreter_may_be_started_by_a_script(new_pool: NewPool, tmp_path: Path) -> None:
     """Which waits for it, without `exec`."""
     script, noted = tmp_path / "python", tmp_path / "pids"
@@ -97,7 +97,6 @@ async def test_the_interpreter_may_be_started_by_a_script(new_pool: NewPool, tmp
     await until(lambda: not any(map(psutil.pid_exists, {*sum(seen, last)})), "the end of all processes")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.0.10", "1.0.21"])
 async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter(
     new_pool: NewPool, site: Path, tmp_path: Path, version: str

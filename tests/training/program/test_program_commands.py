@@ -14,6 +14,8 @@ from flywheel.training.program import program_child
 from tests.cases import for_each
 from tests.training.program.conftest import MODELS, NewPool
 
+pytestmark = pytest.mark.slow
+
 OPENAI = {"base_url": "http://127.0.0.1:9/r1/v1", "model": "agent", "api_key": "key-of-the-rollout"}
 
 
@@ -21,7 +23,6 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-@pytest.mark.slow
 async def test_a_command_gets_the_task_and_the_environment(new_pool: NewPool, tmp_path: Path) -> None:
     code = (
         "import json, os, sys; task = json.load(sys.stdin); print('a line of the log', file=sys.stderr);"
@@ -50,7 +51,6 @@ async def test_a_command_gets_the_task_and_the_environment(new_pool: NewPool, tm
     }
 
 
-@pytest.mark.slow
 @for_each(
     "script, cause, error",
     [
@@ -83,14 +83,12 @@ def test_output_that_is_no_result(script: str, cause: str, error: str, new_pool:
     assert error in result.error
 
 
-@pytest.mark.slow
 async def test_input_that_is_not_read(new_pool: NewPool) -> None:
     pool = new_pool(command=("sh", "-c", 'exec <&-; echo \'{"response": "yes"}\''))
     for size in (10, 3_000_000):
         assert (await pool.run({"text": "x" * size}, MODELS, "policy")).response == "yes"
 
 
-@pytest.mark.slow
 async def test_long_output_is_read_while_the_input_is_written(new_pool: NewPool) -> None:
     code = "import json, sys; text = sys.stdin.read(); sys.stderr.write(text); print(json.dumps({'response': text}))"
     result = await new_pool(command=python(code)).run({"text": "x" * 3_000_000}, MODELS, "policy")
@@ -98,21 +96,18 @@ async def test_long_output_is_read_while_the_input_is_written(new_pool: NewPool)
     assert len(result.response or "") > 3_000_000
 
 
-@pytest.mark.slow
 async def test_endless_output_is_ended(new_pool: NewPool) -> None:
     result = await new_pool(command=("sh", "-c", "exec yes")).run({}, MODELS, "policy")
     limit = program_child.MAX_OUTPUT_BYTES
     assert (result.cause, result.error) == ("bad_output", f"it wrote more than {limit:,} bytes to standard output")
 
 
-@pytest.mark.slow
 async def test_what_a_command_leaves_behind_is_ended_though_it_holds_the_output(new_pool: NewPool) -> None:
     pool = new_pool(command=("sh", "-c", 'sleep 1000 & echo \'{"response": "yes"}\''))
     result = await pool.run({}, MODELS, "policy")
     assert (result.cause, result.error) == ("left_processes", "it left a process running: sleep 1000")
 
 
-@pytest.mark.slow
 async def test_a_reward_function_judges_a_command(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "async def judge(task, response, auxiliary_models):\n"
@@ -123,7 +118,6 @@ async def test_a_reward_function_judges_a_command(new_pool: NewPool, tmp_path: P
     assert (await pool.run({"answer": "41"}, MODELS, "policy")).reward == 0.0
 
 
-@pytest.mark.slow
 async def test_a_setup_runs_before_a_command(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "setups.py").write_text("import os\ndef setup(): os.environ['OF_THE_SETUP'] = 'yes'\n")
     pool = new_pool(
@@ -132,7 +126,6 @@ async def test_a_setup_runs_before_a_command(new_pool: NewPool, tmp_path: Path) 
     assert (await pool.run({}, MODELS, "policy")).response == "yes"
 
 
-@pytest.mark.slow
 @for_each(
     "command, why",
     [
@@ -150,7 +143,6 @@ def test_a_command_that_is_not_there_is_refused(command: str, why: str, new_pool
     assert why in str(caught.value)
 
 
-@pytest.mark.slow
 async def test_a_relative_command_is_in_the_working_directory(new_pool: NewPool, tmp_path: Path) -> None:
     path = tmp_path / "agent.sh"
     path.write_text('#!/bin/sh\necho \'{"response": "yes"}\'\n')

@@ -19,10 +19,11 @@ from tests.cases import for_each
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TASK = {"main_query": "How much?", "metadata": {"deep": {"er": [1]}}}
 
 
-@pytest.mark.slow
 async def test_a_function_gets_task_and_model_and_returns_reward_response_and_metrics(
     new_pool: NewPool, tmp_path: Path
 ) -> None:
@@ -48,7 +49,6 @@ async def test_a_function_gets_task_and_model_and_returns_reward_response_and_me
         assert result.peak_bytes > 1_000_000
 
 
-@pytest.mark.slow
 async def test_models_reach_the_function_as_arguments_in_the_task_and_in_the_environment(
     new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,6 @@ async def test_a_watcher_that_says_nothing_is_waited_for_no_longer_than_a_start(
         assert theirs.recv(1) == b"", "which the watcher takes for its end"
 
 
-@pytest.mark.slow
 async def test_the_environment_has_no_secrets(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_secrets, "_variables", {"THE_JUDGE"})
     for name in ("THE_JUDGE", "OPENAI_API_KEY", "VLLM_API_KEY", "DATABASE_PASSWORD"):
@@ -128,7 +127,6 @@ async def test_the_environment_has_no_secrets(new_pool: NewPool, monkeypatch: py
         assert ("SEARCH_API_KEY=of the tools" in (result.response or "")) == bool(environment)
 
 
-@pytest.mark.slow
 async def test_an_error_shows_no_secret(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_secrets, "_values", {"sk-0123456789"})
     pool = new_pool("async def run(task, model): raise ValueError('refused: ' + task['key'])")
@@ -136,7 +134,6 @@ async def test_an_error_shows_no_secret(new_pool: NewPool, monkeypatch: pytest.M
     assert result.error == "it raised ValueError: refused: [secret] (agent.py, line 1)"
 
 
-@pytest.mark.slow
 async def test_the_working_directory_and_the_modules_beside_the_file(new_pool: NewPool, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -156,7 +153,6 @@ async def test_the_working_directory_and_the_modules_beside_the_file(new_pool: N
     assert (result.reward, result.response) == (42.0, str(elsewhere))
 
 
-@pytest.mark.slow
 @for_each(
     "text, why",
     [
@@ -172,7 +168,6 @@ def test_what_is_not_the_contract_is_refused(text: str, why: str, new_pool: NewP
     assert why in str(caught.value)
 
 
-@pytest.mark.slow
 @for_each(
     "settings, why",
     [
@@ -191,7 +186,6 @@ def test_what_is_not_there_is_named(settings: dict[str, str], why: str, new_pool
     assert why in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_file_that_loads_forever_is_refused(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_pool, "START_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="while it was loaded, it ran longer than 1 s"):
@@ -267,7 +261,6 @@ FAILURES = [
 ]
 
 
-@pytest.mark.slow
 async def test_a_run_that_fails_says_why_and_costs_only_itself(new_pool: NewPool) -> None:
     pool = new_pool(CASES, needs_response=True)
     for case, cause, error in FAILURES:
@@ -279,7 +272,6 @@ async def test_a_run_that_fails_says_why_and_costs_only_itself(new_pool: NewPool
         assert (case, result.cause, result.reward, result.response) == (case, None, 1.0, "yes")
 
 
-@pytest.mark.slow
 async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     pool.start()
@@ -289,7 +281,6 @@ async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
         assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
-@pytest.mark.slow
 async def test_a_thread_that_goes_on_does_not_keep_a_child(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     result = await pool.run({"case": "starts a thread"}, MODELS, "policy")
@@ -299,7 +290,6 @@ async def test_a_thread_that_goes_on_does_not_keep_a_child(new_pool: NewPool) ->
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
-@pytest.mark.slow
 async def test_threads_of_the_setup_stay_and_those_of_a_run_do_not(new_pool: NewPool, tmp_path: Path) -> None:
     """Also where the agent is outside of the working directory."""
     text = """
@@ -319,7 +309,6 @@ async def test_threads_of_the_setup_stay_and_those_of_a_run_do_not(new_pool: New
     assert found[0].idle_threads == [], "one of the setup is not idle"
 
 
-@pytest.mark.slow
 async def test_a_forked_process_that_returns_answers_nothing(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     result = await pool.run({"case": "forks"}, MODELS, "policy")
@@ -327,7 +316,6 @@ async def test_a_forked_process_that_returns_answers_nothing(new_pool: NewPool) 
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
-@pytest.mark.slow
 async def test_a_missing_response_or_reward_fails_where_it_is_needed(new_pool: NewPool) -> None:
     text = "async def run(task, model): return task['returned']"
     pool = new_pool(text, needs_response=True)
@@ -340,7 +328,6 @@ async def test_a_missing_response_or_reward_fails_where_it_is_needed(new_pool: N
     assert (await pool.run({"returned": 0}, MODELS, "policy")).reward == 0.0
 
 
-@pytest.mark.slow
 async def test_a_reward_function_replaces_the_reward(new_pool: NewPool, tmp_path: Path) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(
@@ -375,7 +362,6 @@ async def test_a_reward_function_replaces_the_reward(new_pool: NewPool, tmp_path
         assert why in result.error
 
 
-@pytest.mark.slow
 async def test_what_a_run_leaves_in_the_event_loop_is_cancelled(new_pool: NewPool) -> None:
     pool = new_pool(
         """
@@ -395,7 +381,6 @@ async def test_what_a_run_leaves_in_the_event_loop_is_cancelled(new_pool: NewPoo
     assert responses == ["[]", '["cancelled"]', '["cancelled"]']
 
 
-@pytest.mark.slow
 async def test_setup_runs_once_per_child_and_its_tasks_go_on(new_pool: NewPool) -> None:
     text = """
         import asyncio, os
@@ -421,7 +406,6 @@ async def test_setup_runs_once_per_child_and_its_tasks_go_on(new_pool: NewPool) 
     assert pid != os.getpid()
 
 
-@pytest.mark.slow
 async def test_a_setup_may_run_an_event_loop_of_its_own(new_pool: NewPool) -> None:
     text = """
         import asyncio
@@ -437,7 +421,6 @@ async def test_a_setup_may_run_an_event_loop_of_its_own(new_pool: NewPool) -> No
     assert (await pool.run({}, MODELS, "policy")).reward == 7.0
 
 
-@pytest.mark.slow
 @for_each(
     "text, why",
     [
@@ -453,7 +436,6 @@ def test_a_setup_that_fails_refuses_the_program(text: str, why: str, new_pool: N
     assert f"the setup function {tmp_path}/agent.py:setup {why}" in str(caught.value)
 
 
-@pytest.mark.slow
 async def test_a_later_child_that_does_not_start_costs_the_run(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool("import os\nasync def run(task, model): os._exit(1)")
     pool.start()
@@ -463,7 +445,6 @@ async def test_a_later_child_that_does_not_start_costs_the_run(new_pool: NewPool
     assert (result.cause, result.error) == ("raised", f"there is no file {tmp_path}/agent.py")
 
 
-@pytest.mark.slow
 async def test_at_most_so_many_run_at_once_and_a_wait_is_not_part_of_the_time_limit(
     new_pool: NewPool, tmp_path: Path
 ) -> None:
@@ -492,7 +473,6 @@ async def test_at_most_so_many_run_at_once_and_a_wait_is_not_part_of_the_time_li
     assert not list(tmp_path.glob("running-*"))
 
 
-@pytest.mark.slow
 async def test_a_cancelled_run_is_ended_and_the_pool_goes_on(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -518,7 +498,6 @@ async def test_a_cancelled_run_is_ended_and_the_pool_goes_on(new_pool: NewPool, 
     assert result.reward != pid
 
 
-@pytest.mark.slow
 async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -536,7 +515,6 @@ async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Pa
         await pool.run({}, MODELS, "policy")
 
 
-@pytest.mark.slow
 async def test_a_task_that_is_no_json_is_an_error_of_the_caller(new_pool: NewPool) -> None:
     pool = new_pool("async def run(task, model): return 1")
     with pytest.raises(TypeError):

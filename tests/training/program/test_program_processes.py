@@ -23,7 +23,10 @@ from tests.factories.time_limit import runs_out_when
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import until, wait_for
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there a process can adopt orphans")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="only there a process can adopt orphans"),
+]
 
 MB = 1_000_000
 
@@ -96,7 +99,6 @@ def noted(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "pids").read_text().split()]
 
 
-@pytest.mark.slow
 async def test_what_a_run_leaves_is_ended_and_fails_the_run(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(AGENT)
     child = (await pool.run({"case": "nothing"}, MODELS, "policy")).response
@@ -121,12 +123,10 @@ async def test_what_a_run_leaves_is_ended_and_fails_the_run(new_pool: NewPool, t
         assert (result.cause, result.response) == (None, child)
 
 
-@pytest.mark.slow
 async def test_a_process_that_ends_by_itself_is_not_left(new_pool: NewPool) -> None:
     assert (await new_pool(AGENT).run({"case": "ends soon"}, MODELS, "policy")).cause is None
 
 
-@pytest.mark.slow
 async def test_processes_of_a_run_that_is_ended_or_ends_its_process_are_ended(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +142,6 @@ async def test_processes_of_a_run_that_is_ended_or_ends_its_process_are_ended(
         assert not [pid for pid in noted(tmp_path) if alive(pid)]
 
 
-@pytest.mark.slow
 async def test_processes_of_the_setup_stay_until_the_pool_is_closed(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -172,7 +171,6 @@ async def test_processes_of_the_setup_stay_until_the_pool_is_closed(new_pool: Ne
     assert not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.slow
 async def test_the_helpers_of_multiprocessing_are_not_left_processes(new_pool: NewPool) -> None:
     pool = new_pool(
         """
@@ -220,7 +218,6 @@ async def run(task, model):
 """
 
 
-@pytest.mark.slow
 async def test_a_run_that_uses_too_much_memory_is_ended(new_pool: NewPool) -> None:
     pool = new_pool(MEMORY, memory_bytes=120 * MB)
     for where in ("here", "elsewhere"):
@@ -233,7 +230,6 @@ async def test_a_run_that_uses_too_much_memory_is_ended(new_pool: NewPool) -> No
         assert 5 * MB < result.peak_bytes < 120 * MB
 
 
-@pytest.mark.slow
 async def test_memory_that_processes_share_counts_once(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +250,6 @@ async def test_memory_that_processes_share_counts_once(
     assert 80 * MB < found[0] <= result.peak_bytes < 200 * MB
 
 
-@pytest.mark.slow
 async def test_a_child_that_runs_have_filled_is_replaced(new_pool: NewPool) -> None:
     pool = new_pool(MEMORY, memory_bytes=200 * MB)
     small = {"where": "here", "size": 50 * MB, "return": True}
@@ -287,7 +282,6 @@ def parent(folder: Path, case: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), str(folder), case])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "after_its_children"), [("hangs", False), ("blocks", False), ("hangs", True)])
 def test_a_killed_parent_leaves_nothing(case: str, after_its_children: bool, tmp_path: Path) -> None:
     """Ray kills the children of an actor that it ends, and not theirs."""
@@ -308,7 +302,6 @@ async def hanging(pool: program_pool.ProgramPool, folder: Path) -> asyncio.Task[
     return running
 
 
-@pytest.mark.slow
 async def test_a_killed_fork_server_leaves_nothing_and_is_replaced(new_pool: NewPool, tmp_path: Path) -> None:
     before = psutil.Process().children()
     pool = new_pool(AGENT)
@@ -344,7 +337,6 @@ def fork_server_with(monkeypatch: pytest.MonkeyPatch, statements: str) -> None:
     monkeypatch.setattr(watcher, "python_command", command)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "error"),
     [
@@ -380,7 +372,6 @@ async def test_a_limit_of_processes_costs_only_the_run_that_needs_one_more(
         await running
 
 
-@pytest.mark.slow
 async def test_an_error_of_a_watcher_is_in_the_log(
     new_pool: NewPool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,7 +388,6 @@ async def test_an_error_of_a_watcher_is_in_the_log(
     await until(is_logged, "the traceback")
 
 
-@pytest.mark.slow
 async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool: NewPool, tmp_path: Path) -> None:
     before = psutil.Process().children()
     pool = new_pool(AGENT, workers=2)
@@ -413,7 +403,6 @@ async def test_an_agent_that_kills_its_process_group_costs_no_other_run(new_pool
         await running
 
 
-@pytest.mark.slow
 async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,7 +419,6 @@ async def test_a_watcher_that_does_not_answer_is_ended_with_all_below_it(
     assert (await pool.run({"case": "nothing"}, MODELS, "policy")).cause is None
 
 
-@pytest.mark.slow
 async def test_children_that_are_replaced_leave_no_zombies(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(AGENT)
     for _ in range(3):
@@ -439,14 +427,12 @@ async def test_children_that_are_replaced_leave_no_zombies(new_pool: NewPool, tm
     assert len(psutil.Process(psutil.Process(noted(tmp_path)[-1]).ppid()).parent().children()) == 1
 
 
-@pytest.mark.slow
 def test_a_parent_that_ends_without_closing_its_pool_leaves_nothing(tmp_path: Path) -> None:
     with parent(tmp_path, "nothing") as process:
         assert process.wait(120) == 0
     assert not any(alive(pid) for pid in noted(tmp_path))
 
 
-@pytest.mark.slow
 def test_a_file_descriptor_that_a_fork_keeps_does_not_keep_the_children(tmp_path: Path) -> None:
     """As a process that vLLM forks from the engine keeps everything that the engine had open."""
     (tmp_path / "agent.py").write_text(AGENT + WITHOUT_AGENTSCOPE)
@@ -465,7 +451,6 @@ def test_a_file_descriptor_that_a_fork_keeps_does_not_keep_the_children(tmp_path
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 async def test_a_pool_is_closed_though_a_fork_keeps_its_file_descriptors(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
