@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,54 +28,65 @@ CANDIDATE = LoadedAdapter("r0001", 1)
 SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
 
 
-def written(rollouts: Iterable[Rollout], on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
-    made = tuple(rollouts)
-    for each in made:
-        on_rollout(each)
-    return RolloutBatch(made)
+def right(request: RolloutRequest) -> Rollout:
+    done = rollout(0, 1.0)
+    return Rollout(request, done.completion, done.verdict)
 
 
-class Once:
-    """Takes the place of engines and judge, which gives the same verdicts again."""
+class Answers:
+    """Takes the place of engines and judge, which gives the same verdicts again. `made` is an answer of a request at
+    a place; where it is None, the answer is right."""
 
-    def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
-        return batch
-
-
-class Missing(Once):
-    """Takes the place of engines and judge. The candidate's first answer of t-1 ends by a miss, and so does the
-    deployed adapter's second one; the other answers score 1 and 0.5."""
-
-    def __init__(self, undecided: bool = False) -> None:
-        self.other = None if undecided else 1.0
-
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
-    ) -> RolloutBatch:
-        return written(map(self._answer, requests), on_rollout)
-
-    def _answer(self, request: RolloutRequest) -> Rollout:
-        of_candidate = request.adapter == CANDIDATE
-        if request.seed == SEEDS[0 if of_candidate else 1]:
-            return Rollout(request, missed(0).completion, None)
-        done = rollout(0, self.other if of_candidate else 0.5)
-        assert done.verdict is not None
-        results = (CriterionResult("right", "yes", 1.0, True),)
-        return Rollout(request, done.completion, replace(done.verdict, results=results))
-
-
-class Noted(Once):
-    """Takes the place of engines and judge: every answer is right."""
-
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[RolloutRequest, int], Rollout | None] = lambda *_: None) -> None:
+        self._made = made
         self.requests: list[RolloutRequest] = []
 
     def collect(
         self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
     ) -> RolloutBatch:
         self.requests += requests
-        done = rollout(0, 1.0)
-        return written((Rollout(request, done.completion, done.verdict) for request in requests), on_rollout)
+        found = tuple(self._made(each, place) or right(each) for place, each in enumerate(requests))
+        for each in found:
+            on_rollout(each)
+        return RolloutBatch(found)
+
+    def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
+        return batch
+
+
+def missing(other: float | None = 1.0) -> Answers:
+    """The candidate's first answer of t-1 ends by a miss, and so does the deployed adapter's second one; the other
+    answers score `other` and 0.5."""
+
+    def made(request: RolloutRequest, _: int) -> Rollout:
+        of_candidate = request.adapter == CANDIDATE
+        if request.seed == SEEDS[0 if of_candidate else 1]:
+            return Rollout(request, missed(0).completion, None)
+        done = rollout(0, other if of_candidate else 0.5)
+        assert done.verdict is not None
+        results = (CriterionResult("right", "yes", 1.0, True),)
+        return Rollout(request, done.completion, replace(done.verdict, results=results))
+
+    return Answers(made)
+
+
+def undecided(request: RolloutRequest, place: int) -> Rollout | None:
+    """The candidate's answers to t-1: one with the result of a check, one that no engine made."""
+    checked = replace(verdict(None), results=(CriterionResult("seven", "yes", 1.0, True),))
+    if place == 0:
+        return Rollout(request, right(request).completion, checked)
+    return Rollout(request, Completion(error="no token within 90 s"), None) if place == 1 else None
+
+
+def failing(*causes: str) -> Answers:
+    """The first answers fail for these causes."""
+
+    def made(request: RolloutRequest, place: int) -> Rollout | None:
+        if place >= len(causes):
+            return None
+        return Rollout(request, Completion(error="it failed", cause=causes[place]), None)
+
+    return Answers(made)
 
 
 RUBRIC = {
@@ -97,7 +108,7 @@ def spec_of(settings: Config) -> RoundSpec:
 
 def asked(directory: Path, **sections: object) -> list[RolloutRequest]:
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2, **sections.pop("gate", {})}, **sections})  # type: ignore[dict-item]
-    noted = Noted()
+    noted = Answers()
     answered(noted, settings, directory)
     return noted.requests
 
@@ -111,7 +122,7 @@ def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path
     settings = Config.model_validate(
         {"gate": {"min_tasks": 2, "samples": 2}, "training": {"max_undecided_share": 0.0}}
     )
-    found = answered(Missing(), settings, tmp_path)
+    found = answered(missing(), settings, tmp_path)
     assert found.rewards == [((0.0, 1.0), (0.5, 0.5)), ((1.0, 1.0), (0.5, 0.5))]
     assert found.at_bound == [((0.0, 1.0), (0.5, 1.0)), ((1.0, 1.0), (0.5, 0.5))]
     assert found.missed == (1, 1)
@@ -132,16 +143,16 @@ def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_depl
         prompts = [prompt(f"t-{place}", (place,)) for place in range(1, 9)]
         return GateComparison(spec, settings, tmp_path, lambda _: made).of(prompts, [], (CANDIDATE, None))
 
-    missing = comparison(Missing())
-    assert (missing.tasks, missing.undecided, missing.candidate_missed, missing.deployed_missed) == (8, 0, 1, 1)
-    assert (missing.scores[0].candidate, missing.scores[0].deployed) == (0.5, 0.5)
-    assert missing.gain == pytest.approx(3.5 / 8)
-    assert missing.lower_at_bound is not None
-    assert missing.lower_at_bound < missing.lower
-    assert [(each.criterion, each.tasks) for each in missing.criteria] == [("right", 8)]
-    wires = [(each.criterion, each.tasks, each.gain) for each in missing.tripwires]
+    found = comparison(missing())
+    assert (found.tasks, found.undecided, found.candidate_missed, found.deployed_missed) == (8, 0, 1, 1)
+    assert (found.scores[0].candidate, found.scores[0].deployed) == (0.5, 0.5)
+    assert found.gain == pytest.approx(3.5 / 8)
+    assert found.lower_at_bound is not None
+    assert found.lower_at_bound < found.lower
+    assert [(each.criterion, each.tasks) for each in found.criteria] == [("right", 8)]
+    wires = [(each.criterion, each.tasks, each.gain) for each in found.tripwires]
     assert wires == [("longer", 7, 0.0), ("shorter", 7, 0.0), ("cut", 7, 0.0)], "of t-1, no seed has two answers"
-    alone = comparison(Noted())
+    alone = comparison(Answers())
     assert (alone.candidate_missed, alone.deployed_missed, alone.lower_at_bound) == (0, 0, None)
 
 
@@ -149,63 +160,31 @@ def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
     limit = {"max_undecided_share": 1}
     settings = Config.model_validate({"gate": {"min_tasks": 2, "samples": 2}, "training": limit})
     with pytest.raises(TrainError, match=r"of 2 held-out tasks only 1 have a verdict for both.*3 of 8 answers are"):
-        answered(Missing(undecided=True), settings, tmp_path)
-
-
-class Undecided(Noted):
-    """The candidate's answers to t-1 are undecided: one with the result of a check, one that no engine made."""
-
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
-    ) -> RolloutBatch:
-        whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
-        checked = replace(verdict(None), results=(CriterionResult("seven", "yes", 1.0, True),))
-        return RolloutBatch(
-            (
-                Rollout(requests[0], whole[0].completion, checked),
-                Rollout(requests[1], Completion(error="no token within 90 s"), None),
-                *whole[2:],
-            )
-        )
+        answered(missing(None), settings, tmp_path)
 
 
 def test_undecided_answers_are_limited_on_each_side(tmp_path: Path) -> None:
     limit = {"max_undecided_share": 0.4}
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": limit})
     with pytest.raises(TrainError, match=r"reward the candidate's answers.*2 of 4 are undecided"):
-        answered(Undecided(), settings, tmp_path)
+        answered(Answers(undecided), settings, tmp_path)
 
 
 def test_a_criterion_of_an_undecided_answer_is_undecided_unless_a_check_has_decided_it(tmp_path: Path) -> None:
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 1}})
-    found = answered(Undecided(), settings, tmp_path)
+    found = answered(Answers(undecided), settings, tmp_path)
     assert found.rewards[0] == ((None, None), (1.0, 1.0))
     assert found.values == {"seven": [((1.0, None), ()), ((), ())]}
 
 
 def test_what_the_engine_failed_is_undecided_and_what_the_agent_failed_is_scored(tmp_path: Path) -> None:
-    class Failing(Noted):
-        causes = ("engine_error", "abandoned_call")
-
-        def collect(
-            self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
-        ) -> RolloutBatch:
-            whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
-            failed = [
-                Rollout(asked, Completion(error="it failed", cause=cause), None)
-                for asked, cause in zip(requests, self.causes, strict=False)
-            ]
-            return RolloutBatch((*failed, *whole[2:]))
-
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 1}})
-    found = answered(Failing(), settings, tmp_path)
+    found = answered(failing("engine_error", "abandoned_call"), settings, tmp_path)
     assert found.rewards[0] == ((None, 0.0), (1.0, 1.0))
     assert found.failed == (1, 0)
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 0}})
-    failing = Failing()
-    failing.causes = ("engine_error", "broken_stream")
     with pytest.raises(TrainError, match=r"reward the candidate's answers.*2 of 4 are undecided.*it failed"):
-        answered(failing, settings, tmp_path)
+        answered(failing("engine_error", "broken_stream"), settings, tmp_path)
 
 
 def test_what_the_judge_left_undecided_is_asked_once_more_at_the_end(tmp_path: Path) -> None:
@@ -216,16 +195,15 @@ def test_what_the_judge_left_undecided_is_asked_once_more_at_the_end(tmp_path: P
         graded.append(work.query)
         return verdict(1.0)
 
-    class Recovering(Undecided):
+    class Recovering(Answers):
         def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
-            on_rollout(batch.rollouts[0])
             with Collector([], grade, max_thread=2, timeout_seconds=60) as collector:
                 return collector.grade_again(batch, on_rollout)
 
-    found = answered(Recovering(), settings, tmp_path)
+    found = answered(Recovering(undecided), settings, tmp_path)
     assert (len(graded), found.rewards[0]) == (1, ((1.0, None), (1.0, 1.0)))
     answers = read_answers(tmp_path / "evaluation.jsonl", {"t-1"}) or []
-    assert [answer["reward"] for answer in answers if answer["side"] == "candidate"] == [1.0, 1.0]
+    assert [answer["reward"] for answer in answers if answer["side"] == "candidate"] == [1.0, None]
     assert len(answers) == 4, "the last grade of each answer"
 
 
@@ -255,7 +233,7 @@ def test_a_task_of_a_suite_is_asked_with_other_seeds_than_a_held_out_one_of_the_
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
     seeds = []
     for each in (held_out, of_suite):
-        noted = Noted()
+        noted = Answers()
         answer([each], (CANDIDATE, None), spec_of(settings), settings, noted, tmp_path)  # type: ignore[arg-type]
         seeds.append({request.seed for request in noted.requests})
     assert [len(each) for each in seeds] == [2, 2]
@@ -263,17 +241,6 @@ def test_a_task_of_a_suite_is_asked_with_other_seeds_than_a_held_out_one_of_the_
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [line.get("suite") for line in lines] == [None] * 4 + ["math"] * 4
     assert len(read_answers(tmp_path / "evaluation.jsonl", {"math/t-1"}) or ()) == 4
-
-
-class Wavering(Noted):
-    """The same, but for the answers of the candidate to t-1, which are undecided."""
-
-    def collect(
-        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
-    ) -> RolloutBatch:
-        whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
-        undecided = (Rollout(request, whole[0].completion, verdict(None)) for request in requests[:2])
-        return RolloutBatch((*undecided, *whole[2:]))
 
 
 def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
@@ -296,7 +263,12 @@ def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
         Suite(name=name, tasks=[], rubric={**rubric, "id": own}, margin=None)
         for name, own in (("same", "right"), ("other", "other"))
     ]
-    collectors = [Noted(), Wavering(), Noted()]
+
+    def without_verdict(request: RolloutRequest, place: int) -> Rollout | None:
+        """Of the candidate's answers to t-1."""
+        return Rollout(request, right(request).completion, verdict(None)) if place < 2 else None
+
+    collectors = [Answers(), Answers(without_verdict), Answers()]
     monkeypatch.setattr(Collector, "of", lambda *_, **__: nullcontext(collectors.pop(0)))
     gate = GateComparison(spec, settings, tmp_path, found._collector_of)
     whole = gate.of(prompts, [(suites[0], prompts), (suites[1], prompts[:2])], (CANDIDATE, None))
