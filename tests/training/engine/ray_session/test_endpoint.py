@@ -17,11 +17,11 @@ import ray
 
 from flywheel.cli.demo.questions import questions
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.rollout import LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
-from tests.factories.engine import generate, settings, share_of_an_engine
+from tests.factories.engine import settings, share_of_an_engine
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
 from tests.waiting import wait_for
@@ -72,30 +72,6 @@ def asked(engine: Any, requests: Sequence[RolloutRequest]) -> list[CallTokens]:
         [call] = closed(engine, url)
         found.append(call)
     return found
-
-
-def directly(engine: Any, requests: Sequence[RolloutRequest]) -> list[Completion]:
-    """The same by the engine itself, one at a time."""
-    return [generate(engine, [request])[0] for request in requests]
-
-
-@pytest.mark.parametrize("side", ["base", "adapter"])
-def test_tokens_and_logprobs_are_those_of_direct_calls(
-    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter], side: str
-) -> None:
-    requests = [
-        rollout(prompt, adapters[0] if side == "adapter" else None, seed=at) for at, prompt in enumerate(prompts)
-    ]
-    calls, completions = asked(engine, requests), directly(engine, requests)
-    assert len({call.token_ids for call in calls}) > len(calls) // 2
-    for call, completion, prompt in zip(calls, completions, prompts, strict=True):
-        assert call.prompt_ids == prompt.token_ids
-        assert call.token_ids == completion.token_ids
-        assert call.logprobs == completion.logprobs
-        [texts] = completion.texts
-        assert texts == (*call.prompt_texts, *call.texts)
-        # The sample to train on is the same, whichever way it came.
-        assert timelines([call]).samples == completion.samples
 
 
 def test_the_adapter_of_the_rollout_answers_and_not_another(
