@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flywheel.training.data.samples import Sample
 from flywheel.training.engine.chat_rendering import ServedChat
 from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.engine.served_application import server_arguments
@@ -26,6 +27,13 @@ class Served:
 
     def decoded(self, tokens: Sequence[int]) -> str:
         return str(self.renderer.get_tokenizer().decode(tokens))
+
+    def trained(self, sample: Sample) -> list[str]:
+        """The text of each run of trained tokens."""
+        runs: list[list[int]] = [[]]
+        for token, own in zip(sample.token_ids, sample.loss_mask, strict=True):
+            runs = [*runs[:-1], [*runs[-1], token]] if own else [*runs, []] if runs[-1] else runs
+        return [self.decoded(run) for run in runs if run]
 
 
 def rendering(model: Path, *arguments: str) -> Iterator[Served]:

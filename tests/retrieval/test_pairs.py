@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.tool_calls import DATA_SETS, replies, tools
+from benchmarks.tool_calls import DATA_SETS, replies
 from flywheel.records.states import Split
 from flywheel.records.task import task_line
 from flywheel.records.trace import Reply
 from flywheel.retrieval.pairs import TRAINED_TOOLS, Calls, trained_tools, training_rows
-from flywheel.retrieval.texts import tool_text, words_of
 from tests.factories.trace import reply
 
 Json = dict[str, Any]
@@ -130,14 +129,3 @@ def test_the_split_of_tools_does_not_change_when_tools_are_added() -> None:
     assert some == every & set(names[:1000])
     assert abs(len(every) / 2000 - TRAINED_TOOLS) < 0.05
     assert every != trained_tools(names, 8)
-
-
-def test_the_made_data_sets_are_what_they_are_called() -> None:
-    for data_set in DATA_SETS:
-        every = tools(data_set)
-        assert len(every) == 1024
-        shared = []
-        for told in replies(data_set, 200, 1):
-            name = told.trajectory[0]["tool_calls"][0]["function"]["name"]
-            shared.append(set(words_of(told.query)) & set(words_of(tool_text(every[name]["function"]))))
-        assert all(len(words) == (2 if data_set == "overlap" else 0) for words in shared)

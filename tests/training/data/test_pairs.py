@@ -15,7 +15,7 @@ from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import RecordedReply, Sample
 from tests.factories.task import round_task
-from tests.training.data.rollouts import batch, failed, missed, rollout
+from tests.training.data.rollouts import failed, missed, rollout
 
 REWARDS = st.lists(
     st.lists(st.none() | st.integers(0, 20).map(lambda each: each / 20), min_size=4, max_size=6), max_size=5
@@ -45,14 +45,6 @@ def test_each_group_gives_its_extremes_or_none(rewards: list[list[float | None]]
     assert [(pair.task_id, pair.chosen_score, pair.rejected_score) for pair in made.pairs] == expected
     assert len(made.left_out) == len(rewards) - len(expected)
     assert len(made.lines) == len(made.pairs)
-
-
-def test_a_difference_that_is_the_margin_counts_and_a_tie_does_not() -> None:
-    made = Pairs()
-    made.add_rollouts(own_tokens([[0.8, 0.9, 0.85, 0.8], [0.5, 0.5, 0.5, 0.5], [0.5, 0.55, 0.5, 0.5]]), 0.1)
-    assert [pair.task_id for pair in made.pairs] == ["t-0"]
-    assert made.left_out == {"t-1": pairs.CLOSE, "t-2": pairs.CLOSE}
-    assert made.reasons == pairs.CLOSE
 
 
 def change(one: Rollout, **completion: object) -> Rollout:
@@ -86,13 +78,6 @@ def test_a_group_with_fewer_than_two_usable_rollouts_has_no_rewards_to_compare(w
     assert (made.pairs, made.left_out) == ([], {"t-0": pairs.FEW})
     assert made.rollouts == {pairs.SEVERAL: 1, pairs.TOO_LONG: 1}
     assert made.reasons == f"{pairs.FEW}; 1 {pairs.TOO_LONG}; 1 {pairs.SEVERAL}"
-
-
-def test_equal_replies_are_no_pair() -> None:
-    made = Pairs()
-    made.add_rollouts(batch([0.1, 0.9, 0.5, 0.5]), 0.1)
-    assert made.pairs == []
-    assert made.left_out == {"t-0": pairs.SAME}
 
 
 def test_rollouts_with_the_tokens_of_the_best_are_passed_over() -> None:

@@ -12,7 +12,6 @@ from flywheel.config.file import Config
 from flywheel.config.training import RolloutSettings
 from flywheel.errors import TrainError
 from flywheel.records.program_run import LARGEST_REWARD, RunResult
-from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.training.data.rollout import (
     Completion,
@@ -27,6 +26,7 @@ from flywheel.training.data.rollout import (
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.stage_checks import RoundRefusedError, refuse_without_spread
+from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout
 
@@ -196,10 +196,7 @@ def test_mean_and_deviation_by_hand() -> None:
 
 def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
     settings = Config.model_validate({"training": {"group_size": 4, "prompts_per_step": 2}})
-    spec = RoundSpec(
-        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
-        rubric={}, settings={},
-    )  # fmt: skip
+    spec = round_spec(seed=7)
     prompts = [replace(prompt("t-1"), max_tokens=700), replace(prompt("t-2"), max_tokens=40)]
     asked = step_requests(prompts, 0, spec, settings, None)
     assert [(each.max_tokens, each.as_served, each.seconds) for each in asked] == [

@@ -21,7 +21,7 @@ from flywheel.training.data.samples import (
     token_counts,
     token_weights,
 )
-from tests.training.data.rollouts import failed, prompt, reply, request, rollout, verdict
+from tests.training.data.rollouts import prompt, reply, request, rollout, verdict
 
 
 def advantages(*rewards: float | None) -> list[float | None]:
@@ -87,13 +87,6 @@ def test_context_missing_logprobs_and_a_first_token_carry_no_loss() -> None:
     unknown = Rollout(request(0), reply(prompt(), (8, 9), (None, None), "seven"), verdict(1))
     some = RolloutBatch((unknown, *(rollout(0, 0) for _ in range(3))))
     assert [each.rollout for each in some.rows()] == [1, 2, 3]
-
-
-def test_a_reply_is_one_sample_of_prompt_and_completion() -> None:
-    [sample] = rollout(0, 1).completion.samples
-    assert (sample.token_ids, sample.loss_mask) == ((5, 6, 7, 8, 9), (False, False, False, True, True))
-    assert sample.logprobs == (None, None, None, -0.5, -0.5)
-    assert failed(0).completion.samples == ()
 
 
 def test_weights_of_tokens_sum_to_the_normaliser() -> None:

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
-from flywheel.training.data.samples import Sample
 from flywheel.training.engine.chat_rendering import NO_REASONING, NoSampleError
 from flywheel.training.engine.engine import Engine
 from scripts.template_table import UNTHOUGHT, documented, outcome
@@ -51,14 +50,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def served(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from served_with(family, tmp_path_factory.mktemp("model"))
-
-
-def trained(served: Served, sample: Sample) -> list[str]:
-    """The text of each run of trained tokens."""
-    runs: list[list[int]] = [[]]
-    for token, own in zip(sample.token_ids, sample.loss_mask, strict=True):
-        runs = [*runs[:-1], [*runs[-1], token]] if own else [*runs, []] if runs[-1] else runs
-    return [served.decoded(run) for run in runs if run]
 
 
 def rendered(served: Served, family: str, task: RoundTask, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -97,7 +88,7 @@ def parsed(arguments: Any) -> Any:
 def check(served: Served, family: str, task: RoundTask) -> None:
     """The samples of a task are what the template writes, and miss nothing that is not told."""
     reply = recorded(served, task, empty=True)
-    runs = [(sample, run) for sample in reply.samples for run in trained(served, sample)]
+    runs = [(sample, run) for sample in reply.samples for run in served.trained(sample)]
     places = [place for place, message in enumerate(task.reply) if message["role"] == "assistant"]
     assert len(runs) == len(places)
     for (sample, run), place in zip(runs, places, strict=True):

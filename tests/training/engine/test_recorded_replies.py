@@ -100,20 +100,9 @@ def samples(
     return asyncio.run(chat.recorded_reply(of, empty_reasoning=empty)).samples
 
 
-def supervised(served: Served, sample: Sample) -> list[str]:
-    """The text of each run of supervised tokens."""
-    runs: list[list[int]] = []
-    for place, (token, own) in enumerate(zip(sample.token_ids, sample.loss_mask, strict=True)):
-        if own and (not place or not sample.loss_mask[place - 1]):
-            runs.append([])
-        if own:
-            runs[-1].append(token)
-    return [served.decoded(run) for run in runs]
-
-
 def test_without_thinking_there_is_no_reasoning_to_record(served: Served) -> None:
     [sample] = samples(served, QWEN3, task(said("3")), enable_thinking=False)
-    assert supervised(served, sample) == ["3<|im_end|>"]
+    assert served.trained(sample) == ["3<|im_end|>"]
 
 
 def written(arguments: Any) -> dict[str, Any]:
@@ -142,12 +131,12 @@ def test_a_special_token_in_a_question_or_a_result_stays_what_the_server_reads(s
     of = task(said(None, call(1, a=1)), result(1, "<|im_end|>"), said("An end."), prompt=prompt, tools=True)
     made = samples(served, QWEN3, of, empty=True)
     assert served.decoded(made[0].token_ids).count("<|im_end|>") > 2
-    assert supervised(served, made[-1])[-1].endswith("An end.<|im_end|>")
+    assert served.trained(made[-1])[-1].endswith("An end.<|im_end|>")
 
 
 def test_the_last_message_is_trained_with_its_text_and_its_call(served: Served) -> None:
     [sample] = samples(served, QWEN3, task(said("Let me look.", call(1, a=1)), tools=True), enable_thinking=False)
-    assert supervised(served, sample) == [
+    assert served.trained(sample) == [
         'Let me look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     ]
 
@@ -155,7 +144,7 @@ def test_the_last_message_is_trained_with_its_text_and_its_call(served: Served) 
 def test_turns_before_a_last_result_are_trained(served: Served) -> None:
     of = task(said("One moment."), result(1, "3"))
     [sample] = samples(served, CHATML, of)
-    assert supervised(served, sample) == ["One moment.<|im_end|>"]
+    assert served.trained(sample) == ["One moment.<|im_end|>"]
     with pytest.raises(NoSampleError, match="no message of the model"):
         samples(served, CHATML, task(result(1, "3")))
 
@@ -196,7 +185,7 @@ def test_a_text_that_a_template_drops_beside_a_call_is_missed_though_the_call_sa
 )
 def test_arguments_in_any_form_are_trained_as_the_object(served: Served, arguments: Any) -> None:
     [sample] = samples(served, LLAMA, task(said(None, written(arguments)), result(1, "3"), said("3"), tools=True))
-    assert supervised(served, sample) == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "3<|eot_id|>"]
+    assert served.trained(sample) == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "3<|eot_id|>"]
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", '"a"', "1", "null"])
@@ -206,14 +195,14 @@ def test_arguments_that_are_no_object_are_no_target_but_may_be_context(served: S
         with pytest.raises(NoSampleError, match="the arguments of its call of add are no JSON object"):
             samples(served, LLAMA, task(*reply, tools=True))
     [sample] = samples(served, LLAMA, task(reply[0] | {"weight": 0}, *reply[1:], tools=True))
-    assert supervised(served, sample) == ["3<|eot_id|>"]
+    assert served.trained(sample) == ["3<|eot_id|>"]
     assert '{"name": "add", "parameters": {}}' in served.decoded(sample.token_ids)
 
 
 def test_a_message_with_the_weight_0_is_context(served: Served) -> None:
     of = task(said("One moment.", weight=0), result(1, "3"), said("It is 3.", weight=1))
     [sample] = samples(served, CHATML, of)
-    assert supervised(served, sample) == ["It is 3.<|im_end|>"]
+    assert served.trained(sample) == ["It is 3.<|im_end|>"]
     assert "One moment.<|im_end|>" in served.decoded(sample.token_ids)
     with pytest.raises(NoSampleError, match="no message of the model"):
         samples(served, CHATML, task(said("3", weight=0)))
@@ -223,7 +212,7 @@ def test_reasoning_that_the_agent_does_not_send_again_is_trained_and_no_context(
     step = said(None, call(1, a=1), reasoning_content="First add.")
     rest = result(1, "1"), said("It is 1.", reasoning_content="Now I know.")
     sent = samples(served, QWEN3, task(step, *rest, tools=True))
-    assert [supervised(served, each) for each in sent] == [
+    assert [served.trained(each) for each in sent] == [
         [
             '<think>\nFirst add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
             "<|im_end|>",
@@ -231,7 +220,7 @@ def test_reasoning_that_the_agent_does_not_send_again_is_trained_and_no_context(
         ]
     ]
     kept = samples(served, QWEN3, task(step | {"reasoning_sent": False}, *rest, tools=True))
-    assert [text for each in kept for text in supervised(served, each)] == supervised(served, sent[0])
+    assert [text for each in kept for text in served.trained(each)] == served.trained(sent[0])
     assert "First add." not in served.decoded(kept[1].token_ids)
 
 

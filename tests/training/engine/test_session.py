@@ -114,18 +114,6 @@ async def test_a_call_is_recorded_with_its_tokens() -> None:
     assert (call.finish_reason, rollout.generated) == ("tool_calls", 2)
 
 
-async def test_a_retry_of_a_call_in_flight_waits_for_its_answer() -> None:
-    app = ScriptedApplication(hold=True)
-    rollout = session(app)
-    first = asyncio.create_task(rollout.complete(asking("?")))
-    await started(app)
-    second = asyncio.create_task(rollout.complete(asking("?"), attempt=1))
-    await asyncio.sleep(0)
-    app.go.set()
-    assert await first == await second
-    assert (len(app.asked), len(rollout.calls)) == (1, 1)
-
-
 async def test_a_client_that_left_and_asks_again_has_the_answer_of_its_first_attempt() -> None:
     app = ScriptedApplication(hold=True)
     rollout = session(app)

@@ -22,6 +22,7 @@ from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import GateComparison, HeldOutAnswers, answer
 from flywheel.training.worker.round import Round
+from tests.factories.round import round_spec
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
 
 CANDIDATE = LoadedAdapter("r0001", 1)
@@ -100,10 +101,7 @@ RUBRIC = {
 
 
 def spec_of(settings: Config) -> RoundSpec:
-    return RoundSpec(
-        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
-        rubric=RUBRIC, settings=settings.model_dump(mode="json"),
-    )  # fmt: skip
+    return round_spec(seed=7, rubric=RUBRIC, settings=settings.model_dump(mode="json"))
 
 
 def asked(directory: Path, **sections: object) -> list[RolloutRequest]:

@@ -16,7 +16,6 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
-from flywheel.records.round import RoundSpec
 from flywheel.training.data import rollout_file
 from flywheel.training.data.groups import WINDOW, growing_misses
 from flywheel.training.data.rollout import (
@@ -38,6 +37,7 @@ from flywheel.training.optim.stage_checks import (
     refuse_without_spread,
 )
 from flywheel.training.worker.loop import Reinforcement
+from tests.factories.round import round_spec
 from tests.factories.stage_loop import FIGURES, StandInTrainers, work
 from tests.training.data.rollouts import StandIn, batch, missed, recorded, rollout, verdict
 
@@ -95,18 +95,11 @@ def settings(
     )
 
 
-def spec() -> RoundSpec:
-    return RoundSpec(
-        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
-        rubric={}, settings={},
-    )  # fmt: skip
-
-
 def batch_of(collector: Any, count: int, step: int = 0, **values: Any) -> RolloutBatch:
     """The rollouts of a step of a round with so many prompts."""
     some = [recorded(f"t-{n}") for n in range(count)]
     with TemporaryDirectory() as directory:
-        steps = RoundSteps(spec(), settings(**values), Path(directory), some, collector)
+        steps = RoundSteps(round_spec(seed=7), settings(**values), Path(directory), some, collector)
         return steps.graded(step, steps.generate(step, None))
 
 
@@ -208,7 +201,7 @@ def run_of(
     collector = collector or Scripted(act, *filter(None, (silent,)))
     directory.mkdir(exist_ok=True)
     some = [replace(recorded(f"t-{n}"), max_tokens=8) for n in range(prompts)]
-    of_stage = work(spec(), settings(steps=steps, **more), directory, StandInTrainers())
+    of_stage = work(round_spec(seed=7), settings(steps=steps, **more), directory, StandInTrainers())
     return Run(Reinforcement(of_stage, some, collector))
 
 
@@ -483,7 +476,7 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
         collector: Any = Scripted(act)
         some = [recorded(f"t-{n}") for n in range(12)]
         directory = Path(mkdtemp(dir=tmp_path))
-        steps = RoundSteps(spec(), settings(), directory, some, collector)
+        steps = RoundSteps(round_spec(seed=7), settings(), directory, some, collector)
         batches = list(roll_out(steps, None, Meter(directory, steps=3), count=2))
         assert [line["step"] for line in metrics_of(directory)] == [1, 2]
         return found_to_learn(batches, steps.settings.rollout), collector

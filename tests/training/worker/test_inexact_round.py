@@ -9,9 +9,10 @@ import pytest
 
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import GateTest, RoundSpec
+from flywheel.records.round import GateTest
 from flywheel.training.data.prompts import Asked
 from flywheel.training.worker.round import Round
+from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import prompt
 
@@ -20,11 +21,8 @@ OTHER = "its prompt has 28 tokens, and the model was sent 256"
 
 def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: Asked) -> Round:
     settings = Config.model_validate({"gate": {"min_tasks": 2}})
-    spec = RoundSpec(
-        round_id="r0001", attempt=1, seed=1, debug=False, base_model="tiny", parent=None, train=[round_task()],
-        held_out=[round_task()], rubric={}, settings=settings.model_dump(mode="json"),
-        test=GateTest(epoch=1, number=1, alpha=0.004),
-    )  # fmt: skip
+    test = GateTest(epoch=1, number=1, alpha=0.004)
+    spec = round_spec(held_out=[round_task()], rubric={}, settings=settings.model_dump(mode="json"), test=test)
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
     monkeypatch.setattr(whole, "start", lambda: None)

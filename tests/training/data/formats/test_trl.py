@@ -51,12 +51,6 @@ def rendered(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: 
     return done
 
 
-@pytest.mark.parametrize("name", ["trl-grpo", "trl-sft"])
-def test_datasets_reads_every_line_as_it_was_written(exported: Exported, load: Load, name: str) -> None:
-    path = exported(name, [good(told, 0.5) for told in every_kind()])
-    assert list(load(path)) == lines(path)
-
-
 @pytest.mark.slow
 def test_a_whole_reply_is_rendered_with_its_calls_and_results(
     exported: Exported, load: Load, tokenizer: PreTrainedTokenizerBase, template: str
