@@ -1,8 +1,10 @@
-"""What is exported for another program is a task file like others: it can be read as one."""
+"""What is exported for another program is a task file like others, and real traces go through every format."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Entry
 from flywheel.sources.jsonl.record import entry_of_line
-from tests.training.data.formats.conftest import Exported
-from tests.training.data.formats.filling import after_tools, bad, every_kind, good, line, reply
+from tests.cli.conftest import Run
+from tests.conftest import ROOT
+from tests.training.data.formats.conftest import Exported, Load
+from tests.training.data.formats.filling import after_tools, bad, every_kind, good, line, lines, reply
 
+STUDIO = ROOT / "tests" / "data" / "studio"
 NOW = datetime(2026, 5, 6, tzinfo=UTC)
 
 
@@ -48,3 +53,25 @@ def spoken(history: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def test_a_pair_of_replies_is_no_task(exported: Exported) -> None:
     entries = read(exported("trl-dpo", [good(reply(1, query="q?")), bad(reply(2, query="q?", answer="other"))]))
     assert [entry.skip for entry in entries] == [SkipReason.NO_ANSWER]
+
+
+@pytest.mark.parametrize("database", ["new_v2", "old"])
+def test_traces_go_through_every_format(flywheel: Run, load: Load, tmp_path: Path, database: str) -> None:
+    source = shutil.copy(STUDIO / f"{database}.sqlite", tmp_path / "studio.sqlite")
+    assert flywheel("ingest", "--source", source).code == 0
+    with sqlite3.connect(tmp_path / "home" / "state.db") as conn:
+        conn.execute("UPDATE tasks SET state = 'accepted', split = 'train'")
+        [there] = conn.execute("SELECT count(*) FROM tasks").fetchone()
+    conn.close()
+    assert there > 50
+    for name in ("agentjet", "trinity", "trl-grpo", "trl-sft", "verl"):
+        ran = flywheel("export", "--format", name, "--json")
+        assert ran.code == 0, ran.err
+        assert ran.json["lines"] + sum(ran.json["left_out"].values()) == there
+        assert ran.json["lines"] > there * 0.7
+        rows = list(load(tmp_path / ran.json["out"]))
+        assert len(rows) == ran.json["lines"]
+        if name.startswith("trl") or name == "trinity":
+            assert rows == lines(tmp_path / ran.json["out"])
+        if name == "trl-sft":
+            assert any(message["role"] == "tool" for row in rows for message in row["completion"])
