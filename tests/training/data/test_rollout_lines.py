@@ -10,12 +10,10 @@ from typing import Any
 
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.graded_rollouts import StoredSteps
-from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch
 from flywheel.training.data.rollout_file import append_answer, rollout_line, rollouts
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from tests.factories.task import round_task
-from tests.training.data.rollouts import batch, failed, missed, prompt, reply, request, rollout, verdict
+from tests.training.data.rollouts import batch, missed, prompt, reply, request, rollout, verdict
 from tests.training.engine.scripted_session import ScriptedPolicy, recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, call, said, steps
 
@@ -26,29 +24,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
-    asked = Prompt(round_task("t-9"), (5, 6))
-    completion = reply(
-        asked,
-        (8, 9, 2),
-        (-0.25, None, -1.23456789),
-        "seven",
-        prompt_texts=("What", "?"),
-        texts=("se", "ven", "<end>"),
-    )
-    line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
-    assert line["samples"] == [
-        {
-            "token_ids": [5, 6, 8, 9, 2],
-            "loss_mask": [0, 0, 1, 1, 1],
-            "logprobs": [None, None, -0.25, None, -1.23456789],
-            "text": ["What", "?", "se", "ven", "<end>"],
-        }
-    ]
-    assert (line["step"], line["task_id"], line["group"], line["seed"], line["reward"]) == (4, "t-9", 3, 77, 1)
-    assert (line["answer"], line["steps"], line["advantage"]) == ("seven", [], 0.5)
-
-
 def test_what_utf_8_and_json_cannot_have_is_replaced(tmp_path: Path) -> None:
     """Half of a surrogate pair, and what engines may return that is no number."""
     completion = reply(prompt("t-0"), (8, 9), (float("nan"), -float("inf")), "\ud800 7")
@@ -57,13 +32,6 @@ def test_what_utf_8_and_json_cannot_have_is_replaced(tmp_path: Path) -> None:
     [line] = rollouts(tmp_path)
     assert (line["answer"], line["samples"][0]["logprobs"][-2:]) == ("? 7", [None, None])
     assert line["steps"] == [{"role": "tool", "content": "?"}]
-
-
-def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
-    line = rollout_line(failed(0, "no completion within 5 s"), 1, None)
-    assert line["samples"] == []
-    assert (line["reward"], line["advantage"], line["criteria"]) == (None, None, [])
-    assert line["error"] == "no completion within 5 s"
 
 
 def test_criteria_come_with_the_judges_reasons() -> None:

@@ -36,14 +36,6 @@ def imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_a_file_imports_the_modules_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "contract_tools.py").write_text("FACTOR = 6\n")
-    (tmp_path / "my-agent.py").write_text(
-        "import contract_tools\nasync def run(task, model): return contract_tools.FACTOR\n"
-    )
-    assert load_function("my-agent.py:run").__globals__["contract_tools"].FACTOR == 6
-
-
 def test_a_module_is_found_from_the_working_directory(tmp_path: Path) -> None:
     package = tmp_path / "contract_package"
     package.mkdir()

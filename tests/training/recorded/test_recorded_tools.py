@@ -67,40 +67,11 @@ def test_rollouts_of_a_task_do_not_count_each_others_calls() -> None:
     assert ask(tools_for(trace), {"a": 1}) == ask(tools_for(trace), {"a": 1}) == [(CallOutcome.TRACE, "1")]
 
 
-def test_parallel_calls_are_answered_in_order_under_the_rollouts_own_ids() -> None:
-    trace = recording((call("add", {"a": 1}, "x"), "first"), (call("add", {"a": 1}, "y"), "second"))
-    turn = tools_for(trace).answer([call("add", {"a": 1}, "r-2"), call("add", {"a": 1}, "r-1")])
-    assert turn.messages == [
-        {"role": "tool", "tool_call_id": "r-2", "name": "add", "content": "first"},
-        {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "second"},
-    ]
-    assert turn.steps == turn.messages
-    assert turn.ended_by == ""
-
-
 def test_results_of_calls_in_one_recorded_message_are_found_by_their_ids() -> None:
     one, two = call("add", {"a": 1}, "0"), call("add", {"a": 2}, "1")
     answers = [{"role": "tool", "tool_call_id": each, "name": "add", "content": each} for each in ("1", "0")]
     trace = TraceRecording("t", "", Split.TRAIN, (ADD,), (said(one, two), *answers))
     assert ask(tools_for(trace), {"a": 1}, {"a": 2}) == [(CallOutcome.TRACE, "0"), (CallOutcome.TRACE, "1")]
-
-
-def test_a_recorded_error_is_a_result_that_stays_marked() -> None:
-    trace = recording(
-        (call("add", {"a": 1}), "ValueError: b is missing"),
-        (call("add", {"a": 2}), "out of order"),
-        errors=("tool add: out of order",),
-    )
-    tools = tools_for(trace)
-    turn = tools.answer([call("add", {"a": 1}, "r"), call("add", {"a": 2}), call("add", {"a": 1})])
-    assert [each.outcome for each in turn.calls] == [CallOutcome.TRACE] * 3
-    assert turn.messages[0] == {
-        "role": "tool",
-        "tool_call_id": "r",
-        "name": "add",
-        "content": "ValueError: b is missing",
-    }
-    assert [step.get("status") for step in turn.steps] == ["error"] * 3
 
 
 def test_what_has_no_key_or_no_result_is_not_answered() -> None:
@@ -255,14 +226,6 @@ def test_a_miss_ends_the_rollout_and_the_calls_after_it_are_counted_but_not_answ
 
 
 # --- finish tools
-
-
-def test_a_finish_tool_ends_the_rollout_with_its_argument() -> None:
-    calls = [call("add", {"a": 1}), call("generate_response", {"response": "It is 1."}), call("add", {"a": 9})]
-    turn = tools_for(recording((call("add", {"a": 1}), "1"))).answer(calls)
-    assert (turn.ended_by, turn.answer) == ("finish", "It is 1.")
-    assert [each.outcome for each in turn.calls] == [CallOutcome.TRACE, CallOutcome.FINISH]
-    assert len(turn.messages) == 1
 
 
 @for_each(

@@ -169,17 +169,6 @@ def test_what_becomes_of_steps_without_a_token_to_train(
         assert (of_stage.adapter / name).read_bytes() == (good / name).read_bytes()
 
 
-class Signed(StandIn):
-    """Rewards of the rollouts of each prompt differ."""
-
-    def rollouts(self, requests: Sequence[RolloutRequest], step: int) -> RolloutBatch:
-        made = (reply(each.prompt, (20, 9), (-2.0, -2.0), "7") for each in requests)
-        graded = (
-            Rollout(each, done, verdict(n % 2)) for n, (each, done) in enumerate(zip(requests, made, strict=True))
-        )
-        return RolloutBatch(tuple(graded))
-
-
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_an_engine_never_gets_the_number_of_an_adapter_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
@@ -201,7 +190,7 @@ def test_an_engine_never_gets_the_number_of_an_adapter_twice(
     parent = adapters.load("parent", AdapterFiles({}, {}))
     for stage in ("first", "second"):
         of_stage = replace(work(round_spec(), settings, tmp_path / stage, StandInTrainers()), adapters=adapters)
-        collector: Any = Signed()
+        collector: Any = Cutting((), tmp_path / stage, last=-1)
         Reinforcement(of_stage, prompts, collector).take_steps()
     candidate = adapters.load("candidate", AdapterFiles({}, {}))
     assert (loaded[0], loaded[-1]) == (parent.number, candidate.number)
