@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flywheel.config.file import Config
 from flywheel.serving.server.model_parsers import _FAMILIES, Parsers, parsers_of
+from flywheel.serving.server.vllm_command import chat_arguments, chat_template
 from tests.conftest import POLICY
 from tests.factories.chat_templates import template_of
 
@@ -158,3 +161,19 @@ def test_settings_go_before_the_family() -> None:
     assert parsers_of(str(POLICY)) == Parsers("hermes", None), "the demo's model is a Qwen that does not think"
     assert parsers_of("Qwen/Qwen3-8B", "pythonic", "none") == Parsers("pythonic", None)
     assert parsers_of("Qwen/Qwen3-8B", "none") == Parsers(None, "qwen3")
+
+
+def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
+    def given(**serving: Any) -> list[str]:
+        return chat_arguments(str(tmp_path / "Qwen3-4B"), Config.model_validate({"serving": serving}).serving)
+
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    assert given(max_model_len=512) == ["--max-model-len", "512", *tools, "--reasoning-parser", "qwen3"]
+    own = given(tool_call_parser="none", reasoning_parser="deepseek_r1", extra_args=["--seed", "3"])
+    assert own == ["--reasoning-parser", "deepseek_r1", "--seed", "3"]
+
+
+def test_the_chat_template_of_a_server_is_found_without_vllm() -> None:
+    assert chat_template([]) is chat_template(["--seed", "3"]) is None
+    assert chat_template(["--chat-template", "a.jinja", "--chat_template=b={{ 1 }}"]) == "b={{ 1 }}"
+    assert chat_template(["--seed", "3", "--chat-template", "a.jinja"]) == "a.jinja"

@@ -17,10 +17,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
-from flywheel.serving.server.vllm_command import chat_arguments, chat_template
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine.chat_rendering import ServedChat
@@ -31,7 +29,7 @@ from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TEMPLATE = """\
 {%- for tool in tools or [] %}{{ '<tool>' + (tool | tojson) }}{%- endfor %}
@@ -87,7 +85,6 @@ def encoded(served: Served, tasks: list[RoundTask], *arguments: str) -> tuple[li
     return [served.decoded(prompt.token_ids) for prompt in prompts], refused
 
 
-@pytest.mark.slow
 def test_the_text_of_tokens_adds_up_and_breaks_no_character(served: Served) -> None:
     class Bytes:
         """A tokenizer with a token for each byte, like byte-level ones where they know no longer token."""
@@ -119,7 +116,6 @@ def asked(name: str, prompt: list[dict[str, Any]], tools: list[dict[str, Any]]) 
     return round_task(name, "And now?", reference="", prompt=prompt, tools=tuple(tools))
 
 
-@pytest.mark.slow
 def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(served: Served) -> None:
     """The arguments are JSON text in a trace and a mapping in a template; tools have one order of keys."""
     some = asked("t-1", called("search", '{"q":"é","n":1}'), [SEARCH])
@@ -137,7 +133,6 @@ def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(served:
     assert some == before
 
 
-@pytest.mark.slow
 def test_a_template_that_leaves_tools_out_ends_the_round(served: Served) -> None:
     """Tasks without tools do not tell, and neither does the user's agent, which has tools of its own."""
     blind = TEMPLATE[TEMPLATE.index("{%- endfor %}") + len("{%- endfor %}") :]
@@ -152,7 +147,6 @@ def test_a_template_that_leaves_tools_out_ends_the_round(served: Served) -> None
     assert (len(texts), refused) == (3, {})
 
 
-@pytest.mark.slow
 def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) -> None:
     broken = asked("t-broken", called("break", "{}"), [])
     texts, refused = encoded(served, [round_task("t-1"), broken, round_task("t-2")])
@@ -160,7 +154,6 @@ def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) 
     assert list(refused) == ["t-broken"]
 
 
-@pytest.mark.slow
 def test_what_the_server_is_told_of_templates_counts(served: Served, tmp_path: Path) -> None:
     chat = ["--dtype", "float32", "--default-chat-template-kwargs", '{"thinking": true}']
     [text], _ = encoded(served, [round_task()], *chat)
@@ -173,7 +166,6 @@ def test_what_the_server_is_told_of_templates_counts(served: Served, tmp_path: P
         encoded(served, [round_task()], "--chat-template", "/nowhere.jinja")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -193,7 +185,6 @@ def test_arguments_that_the_server_refuses_are_told_in_one_sentence(wrong: list[
         server_arguments(wrong, "a-model")
 
 
-@pytest.mark.slow
 async def test_a_round_names_such_arguments_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     engine = Engine(replace(SETTINGS, model=str(POLICY), server=("--reasoning-parser", "no_such")))
@@ -202,7 +193,6 @@ async def test_a_round_names_such_arguments_before_the_model_is_loaded(monkeypat
     assert engine._llm is None
 
 
-@pytest.mark.slow
 def test_only_arguments_of_chats_are_the_servers(tmp_path: Path) -> None:
     """Neither its middleware nor its log of requests is for rollouts."""
     config = tmp_path / "server.yaml"
@@ -270,7 +260,6 @@ async def completed(llm: Written, some: RoundTask, *arguments: str, **values: An
     return await engine.generate(replace(request, **values))
 
 
-@pytest.mark.slow
 async def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts: Served) -> None:
     async def answer(some: RoundTask, text: str, *arguments: str) -> Completion:
         return await completed(Written(served_with_thoughts, text), some, *arguments, as_served=True)
@@ -286,7 +275,6 @@ async def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_th
     assert (call.missed, call.error) == (True, 'no recorded result for search({"q": "7"})')
 
 
-@pytest.mark.slow
 async def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_with_thoughts: Served) -> None:
     def cut(text: str) -> Any:
         return completed(
@@ -298,7 +286,6 @@ async def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_wit
     assert (await cut("")).error == "no message within 0.5 s"
 
 
-@pytest.mark.slow
 async def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
     """As vLLM's chat endpoint computes them of the model's generation_config.json and of the server's arguments."""
     model = tmp_path / "policy"
@@ -324,17 +311,6 @@ async def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
     assert await told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
 
 
-def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
-    def given(**serving: Any) -> list[str]:
-        return chat_arguments(str(tmp_path / "Qwen3-4B"), Config.model_validate({"serving": serving}).serving)
-
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    assert given(max_model_len=512) == ["--max-model-len", "512", *tools, "--reasoning-parser", "qwen3"]
-    own = given(tool_call_parser="none", reasoning_parser="deepseek_r1", extra_args=["--seed", "3"])
-    assert own == ["--reasoning-parser", "deepseek_r1", "--seed", "3"]
-
-
-@pytest.mark.slow
 def test_a_worker_plans_its_engines_without_vllm() -> None:
     """Only the engine's actor loads it."""
     code = (
@@ -346,13 +322,6 @@ def test_a_worker_plans_its_engines_without_vllm() -> None:
     assert done.stdout == "['--enable-auto-tool-choice']\n"
 
 
-def test_the_chat_template_of_a_server_is_found_without_vllm() -> None:
-    assert chat_template([]) is chat_template(["--seed", "3"]) is None
-    assert chat_template(["--chat-template", "a.jinja", "--chat_template=b={{ 1 }}"]) == "b={{ 1 }}"
-    assert chat_template(["--seed", "3", "--chat-template", "a.jinja"]) == "a.jinja"
-
-
-@pytest.mark.slow
 def test_a_real_server_makes_the_same_tokens(served: Served, vllm_server: VllmServer, tmp_path: Path) -> None:
     """Of the same messages, with the same template."""
     (tmp_path / "t.jinja").write_text((POLICY / "chat_template.jinja").read_text())
