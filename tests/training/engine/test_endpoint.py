@@ -163,20 +163,6 @@ async def test_a_client_that_asks_for_a_stream_gets_one() -> None:
     assert chunks[-1].choices == []
 
 
-async def test_openais_own_stream_helper_accumulates_the_same_message() -> None:
-    said = message("I add.", calls=[("add", '{"a": 3, "b": 4}')])
-    rollout = session(ScriptedApplication(answered(said, finish="tool_calls")))
-    async with (
-        listening(rollout) as (_, [url]),
-        client(url) as agent,
-        agent.chat.completions.stream(model="m", messages=QUESTION) as stream,
-    ):
-        found = (await stream.get_final_completion()).choices[0]
-    assert (found.finish_reason, found.message.content) == ("tool_calls", "I add.")
-    [call] = found.message.tool_calls or []
-    assert (call.id, call.function.name, call.function.arguments) == ("call-0", "add", '{"a": 3, "b": 4}')
-
-
 async def test_a_stream_that_breaks_off_is_remembered_unless_a_retry_is_answered() -> None:
     """The answer is longer than what the system holds of it for the client."""
     rollout = session(ScriptedApplication(answered(message("Wait. " * 4_000_000)), answered(message())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import ray
 from flywheel.cli.demo.questions import questions
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutRequest
-from flywheel.training.data.samples import CallTokens, timelines
+from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
 from tests.factories.engine import settings, share_of_an_engine
@@ -95,28 +94,6 @@ def test_an_adapter_that_was_unloaded_is_refused(
     with client(url) as agent, pytest.raises(openai.NotFoundError, match="gone"):
         agent.chat.completions.create(model="agent", messages=prompts[0].task.prompt)
     assert closed(engine, url) == ()
-
-
-def test_turns_continue_the_tokens_of_the_turns_before(engine: Any, prompts: list[Prompt]) -> None:
-    """Three turns of a streaming client are one sample, whose mask is what the policy generated."""
-    url = opened(engine, rollout(prompts[1], max_tokens=None))
-    messages: list[Any] = list(prompts[1].task.prompt)
-    with client(url) as agent:
-        for turn in range(3):
-            stream = agent.chat.completions.create(model="agent", messages=messages, stream=True, max_tokens=16)
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"And plus {turn}?"}]
-    calls = closed(engine, url)
-    made = timelines(calls)
-    if all(call.finish_reason == "stop" for call in calls):
-        assert made.forks == 0
-        [sample] = made.samples
-        own = [token for token, is_own in zip(sample.token_ids, sample.loss_mask, strict=True) if is_own]
-        assert own == [token for call in calls for token in call.token_ids]
-    for before, after in itertools.pairwise(calls):
-        if before.finish_reason == "stop":
-            held = (*before.prompt_ids, *before.token_ids)
-            assert after.prompt_ids[: len(held)] == held
 
 
 def test_limits_give_the_servers_own_errors(engine: Any, prompts: list[Prompt]) -> None:
