@@ -161,6 +161,28 @@ def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
         answered(missing(None), settings, tmp_path)
 
 
+def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(tmp_path: Path) -> None:
+    """Six answers of each side in eight are within what it may have, and leave only one of four tasks."""
+    limit = {"max_undecided_share": 0.75}
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}, "training": limit})
+    prompts = [prompt(f"t-{place}", (place,)) for place in range(4)]
+
+    def without(tasks: int) -> HeldOutAnswers:
+        lost = {f"t-{place}" for place in range(tasks)}
+
+        def made(request: RolloutRequest, _: int) -> Rollout | None:
+            is_lost = request.prompt.task.task_id in lost
+            return Rollout(request, right(request).completion, verdict(None)) if is_lost else None
+
+        collector: Any = Answers(made)
+        return answer(prompts, (CANDIDATE, None), spec_of(settings), settings, collector, tmp_path)
+
+    assert without(2).rewards[0] == ((None, None), (None, None))
+    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have a verdict for both adapters") as caught:
+        without(3)
+    assert caught.value.retryable
+
+
 def test_undecided_answers_are_limited_on_each_side(tmp_path: Path) -> None:
     limit = {"max_undecided_share": 0.4}
     settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": limit})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -31,14 +29,13 @@ def run_round(
     monkeypatch: pytest.MonkeyPatch,
     train: list[RoundTask],
     held_out: list[RoundTask],
-    training: Mapping[str, Any] = MappingProxyType({}),
     **rollout: Any,
 ) -> RoundResult:
-    """A round of two steps; `training` and `rollout` are its settings of these sections."""
+    """A round of two steps; `rollout` are its settings of this section."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with judge.running() as url:
         given = round_spec(url).settings
-        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6, **training}
+        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
         given["rollout"] |= {"max_model_len": 128, **rollout}
         given["gate"] |= {"max_tasks": 10, "samples": 1}
         spec = round_spec(url, train=train, held_out=held_out, settings=given)

@@ -15,19 +15,15 @@ from typing import Any
 import pytest
 import ray
 
-from flywheel.config.file import Config
 from flywheel.errors import FlywheelError, JudgeError, ProcessLostError, TrainError
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts
-from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.ray_cluster import RayCalls
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.held_out_evaluation import answer
-from tests.factories.round import round_spec
-from tests.training.data.rollouts import prompt, reply, request, rollout, verdict
+from tests.training.data.rollouts import reply, request, rollout, verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -347,29 +343,6 @@ def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
 
     with pytest.raises(JudgeError, match="the key is wrong"):
         collect(engine, [3, 4], locked_out)
-
-
-def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any, tmp_path: Path) -> None:
-    """Six answers of each side in eight are within what it may have, and leave only one of four tasks."""
-    settings = Config.model_validate(
-        {"gate": {"samples": 2, "min_tasks": 2}, "training": {"max_undecided_share": 0.75}}
-    )
-    prompts, spec = [prompt(f"t-{place}") for place in range(4)], round_spec()
-
-    def run(undecided: int) -> list[Any]:
-        asked = itertools.product(range(undecided), range(2))
-        without = {str(seed_of(spec.seed, "held-out", f"t-{place}", sample)) for place, sample in asked}
-
-        def shaky(shown: Exchange) -> Verdict:
-            return verdict(None if shown.answer in without else 1.0)
-
-        with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
-            return answer(prompts, (None, None), spec, settings, collector, tmp_path).rewards
-
-    assert run(2)[0] == ((None, None), (None, None))
-    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have a verdict for both adapters") as caught:
-        run(3)
-    assert caught.value.retryable
 
 
 def test_an_actors_own_words_come_out_as_they_were_raised() -> None:

@@ -229,12 +229,6 @@ def test_the_gates_answers_are_drawn_as_the_server_draws_them(engine: Any, promp
     assert agreeing(first, served(1000, 2.0)) >= 0.9, "the agent's temperature changes nothing else"
 
 
-def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:
-    asked = replace(requests(prompts[:1], None)[0], as_served=True, max_tokens=None, seconds=0)
-    [cut] = generate(engine, [asked])
-    assert (cut.error, cut.samples) == ("no message within 0 s", ())
-
-
 def test_a_debug_round_rolls_out_and_trains_nothing(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
