@@ -31,7 +31,7 @@ GROUPS: Final = {
             "training/engine/ray_session/test_engine_memory.py", "training/engine/test_two_nodes.py"),
     "small": ("training/engine/ray_session/test_small_model.py",),
     "demo": ("demo/test_demo.py",),
-    "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",
+    "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_read_back.py",
               "training/data/formats/test_trl.py", "training/data/formats/test_verl.py",
               "training/optim/test_grpo.py", "training/optim/test_trajectory_gradient.py",
               "training/engine/test_recorded_tokens.py", "retrieval/test_trained_encoder.py"),
