@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flywheel.config.file import Config
 from flywheel.config.training import LoraSettings, Stage
 from flywheel.training.data.samples import Sample, TrainingRow
+from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.worker.processes import refuse_not_finite
 from tests.factories.round import POLICY
 
@@ -140,7 +141,7 @@ class Trained:
             compute_dtype=compute_dtype,
             gradient_checkpointing=gradient_checkpointing,
         )
-        for name, data in sorted((checkpoint or {}).items()):
+        for name, data in (checkpoint or {}).items():
             self.step.restore(name, data)
         hook = register_optimizer_step_pre_hook(lambda *_: self.gradients.append(gradients(self.model)))
         try:
@@ -160,12 +161,13 @@ class Trained:
         named = self.model.named_parameters()
         return {name: p.detach().clone() for name, p in named if p.requires_grad and ".ref." not in name}
 
+    def adapter(self) -> AdapterFiles:
+        """The trained one."""
+        return AdapterFiles.joined(self.step.adapter())
+
     def checkpoint(self) -> dict[str, bytes]:
-        """Its files."""
-        files: dict[str, bytes] = {}
-        for name, data in self.step.checkpoint():
-            files[name] = files.get(name, b"") + data
-        return files
+        """Its pieces by name."""
+        return dict(self.step.checkpoint())
 
 
 def policy_step(

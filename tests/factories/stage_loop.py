@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flywheel.config.file import Config
 from flywheel.config.training import Stage
@@ -27,10 +28,13 @@ class StandInTrainers:
     def __init__(self, figures: Mapping[str, float] = FIGURES) -> None:
         self.figures = figures
         self.items: list[Sequence[Any]] = []
-        self.begun: list[tuple[Any, ...]] = []
+        self.restored: list[Path] = []
 
     def begin(self, *arguments: Any) -> None:
-        self.begun.append(arguments)
+        """There is nothing to load."""
+
+    def restore(self, checkpoint: Path) -> None:
+        self.restored.append(checkpoint)
 
     def step(self, items: Sequence[Any]) -> Mapping[str, float]:
         self.items.append(items)
@@ -42,8 +46,13 @@ class StandInTrainers:
     def adapter(self) -> AdapterFiles:
         return AdapterFiles({}, {})
 
+    def write_adapter(self, folder: Path) -> None:
+        folder.mkdir()
+
     def save(self, folder: Path, step: int) -> None:
-        (folder / f"step-{step:06}").mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(folder / f"step-{step:06}.zip", "w") as checkpoint:
+            checkpoint.writestr("weights", b"of a step")
 
 
 class StandInAdapters:
@@ -78,33 +87,23 @@ class TrainersHere(Trainers):
         self.actor = Trainer(spec, threads=1)
         self.actor.start()
 
-    def begin(
-        self,
-        stage: Stage,
-        settings: Config,
-        steps: int,
-        longest: int,
-        parent: AdapterFiles | None,
-        checkpoint: Path | None = None,
-    ) -> None:
+    def begin(self, stage: Stage, settings: Config, steps: int, longest: int, parent: AdapterFiles | None) -> None:
         self.actor.begin(stage, settings, steps, longest, parent)
-        for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
-            self.actor.restore(path.name, path.read_bytes())
+
+    def restore(self, checkpoint: Path) -> None:
+        with zipfile.ZipFile(checkpoint) as pieces:
+            for name in pieces.namelist():
+                self.actor.restore(name, pieces.read(name))
 
     def step(self, items: Sequence[Any]) -> dict[str, float]:
         return self.actor.step(items, StepSize.of(items))
 
-    def adapter(self) -> AdapterFiles:
-        return self.actor.adapter()
-
     def nll(self, rows: Sequence[Sequence[TrainingRow]]) -> list[float | None]:
         return self.actor.nll(rows)
 
-    def _write(self, folder: Path) -> None:
-        folder.mkdir()
-        while (piece := self.actor.checkpoint()) is not None:
-            with (folder / piece[0]).open("ab") as file:
-                file.write(piece[1])
+    def _pieces(self, of: Literal["adapter", "checkpoint"]) -> Iterator[tuple[str, bytes]]:
+        while (piece := self.actor.piece(of)) is not None:
+            yield piece
 
     @property
     def model(self) -> Any:

@@ -126,7 +126,9 @@ class Processes:
         if self.workers == 1:
             self.alone.begin(stage, own, steps, LONGEST, self.parent)
         else:
-            self.trainers.begin(stage, own, steps, LONGEST, self.parent, checkpoint)
+            self.trainers.begin(stage, own, steps, LONGEST, self.parent)
+            if checkpoint is not None:
+                self.trainers.restore(checkpoint)
 
     def train(self, items: Sequence[Any]) -> dict[str, float]:
         """A step."""

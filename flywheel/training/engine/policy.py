@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any, Final, Self
 
 from flywheel.config.training import LoraSettings, Precision, Quantization
@@ -26,6 +27,7 @@ from flywheel.serving.adapter_files import FILES, WEIGHTS_FILE, most_rank, why_u
 from flywheel.system import own_package
 from flywheel.system.files import sync
 
+Bytes = bytes | bytearray | memoryview
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
 """Instruction sets that multiply bfloat16 faster than float32."""
 
@@ -264,13 +266,28 @@ def appear(directory: Path, write: Callable[[Path], object]) -> None:
 class AdapterFiles:
     """The files of an adapter by name, and their SHA-256."""
 
-    contents: Mapping[str, bytes]
+    contents: Mapping[str, Bytes]
     sha256: Mapping[str, str]
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        contents = {name: (folder / name).read_bytes() for name in FILES}
+    def of(cls, contents: Mapping[str, Bytes]) -> Self:
         return cls(contents, {name: _sha256(data) for name, data in contents.items()})
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        return cls.of({name: (folder / name).read_bytes() for name in FILES})
+
+    @classmethod
+    def joined(cls, pieces: Iterable[tuple[str, bytes]]) -> Self:
+        """Those of pieces: a file's name and the next of its bytes."""
+        contents: dict[str, bytearray] = {}
+        for name, data in pieces:
+            contents.setdefault(name, bytearray()).extend(data)
+        return cls.of(contents)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray copies such buffers once, into its object store, where whoever gets them reads them.
+        return AdapterFiles, ({name: PickleBuffer(data) for name, data in self.contents.items()}, self.sha256)
 
     def write(self, folder: Path) -> None:
         """Make the folder. Raises TrainError if they are not what was read."""
@@ -295,5 +312,5 @@ class AdapterFiles:
             yield folder
 
 
-def _sha256(data: bytes) -> str:
+def _sha256(data: Bytes) -> str:
     return hashlib.sha256(data).hexdigest()

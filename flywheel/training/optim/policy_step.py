@@ -8,7 +8,6 @@ behind them, so that no process waits for another one in a pass, and one that ru
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import logging
@@ -18,28 +17,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors.torch
 import torch
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from peft import set_peft_model_state_dict
 from transformers import get_scheduler
 
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
-from flywheel.serving.adapter_files import WEIGHTS_FILE
+from flywheel.serving.adapter_files import FILES
 from flywheel.training.data.samples import StepSize, TrainingRow
-from flywheel.training.engine.policy import AdapterFiles, write_adapter
+from flywheel.training.engine.policy import write_adapter
 from flywheel.training.optim.losses import Loss, MicroBatch, RowLoss
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 8 << 20
-"""Of a checkpoint, in its pieces: about so many."""
-OPTIMIZER_FILES: Final = "optimizer-"
-"""Prefix of the files of a checkpoint that have the optimizer's state, of some weights each."""
-STATE_FILE: Final = "state.pt"
-"""What else a checkpoint has of the first process."""
+PIECE_BYTES: Final = 2 << 20
+"""Of an adapter and of a checkpoint, in their pieces: about so many. A tensor of a checkpoint is not divided."""
+WEIGHTS: Final = "weights-"
+"""Prefix of the pieces of a checkpoint that have weights, or what the optimizer has of them."""
+STATE: Final = "state.pt"
+"""The piece with what else a checkpoint has of the first process."""
 
 
 class PolicyStep:
@@ -82,13 +79,22 @@ class PolicyStep:
         Returns the figures of its last update, the same in each: `loss`, `grad_norm`, `learning_rate`, and if there
         was an item in any process, `micro_batches` and those of the loss. An update with a loss or a gradient that is
         not a number is the last one. Raises TrainError where a single item does not fit into memory.
+
+        In half precision, an update whose gradients overflow is repeated with half the scale of the loss.
         """
         self._loss.model.train()
         batches = self._loss.batches(items, size or StepSize.of(items), self.max_tokens)
         figures: dict[str, float] = {}
         for _ in range(self._loss.updates):
-            batches, sums = self._fitting(batches, self._pass, "train on", "step", gather_object)
-            figures = self._update(sums)
+            while True:
+                scale = self._scale
+                smaller, sums = self._fitting(batches, self._pass, "train on", "step", gather_object)
+                figures = self._update(sums)
+                # Then the optimizer has left the weights as they were.
+                if not (1 <= self._scale < scale and math.isfinite(figures["loss"])):
+                    break
+            batches = smaller
+            self._schedule.step()
             if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
                 break
         self.steps += 1
@@ -170,8 +176,6 @@ class PolicyStep:
         norm = float(self._accelerator.clip_grad_norm_(self._weights, self._max_norm))
         [rate, *_] = self._schedule.get_last_lr()
         self._optimizer.step()
-        if not self._accelerator.optimizer_step_was_skipped:
-            self._schedule.step()
         self._loss.model.zero_grad()
         figures = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
         if number:
@@ -179,6 +183,12 @@ class PolicyStep:
             figures |= {"micro_batches": micro_batches, counted: number}
             figures |= {name: value / number for name, value in zip(means, rest, strict=True)}
         return figures
+
+    @property
+    def _scale(self) -> float:
+        """Factor of the loss in half precision, which falls by half with each update whose gradients overflow."""
+        scaler = self._accelerator.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
 
     def _add_gradients(self) -> None:
         """Replace each gradient by its sum over all processes. One that no process has stays None: the optimizer
@@ -201,49 +211,49 @@ class PolicyStep:
         """The sum over all processes."""
         return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum")
 
-    def adapter(self) -> AdapterFiles:
-        """The adapter as it is now."""
-        with self._written() as folder:
-            return AdapterFiles.read(folder)
+    def adapter(self) -> Iterator[tuple[str, bytes]]:
+        """The files of the adapter as it is now, in pieces: a file's name and the next of its bytes."""
+        # PEFT writes nothing but files.
+        with tempfile.TemporaryDirectory(prefix="fw-adapter-", dir=self._temporary) as parent:
+            folder = Path(parent) / "adapter"
+            write_adapter(self._accelerator.unwrap_model(self._loss.model), folder)
+            for name in FILES:
+                with (folder / name).open("rb") as file:
+                    while data := file.read(PIECE_BYTES):
+                        yield name, data
 
     def checkpoint(self) -> Iterator[tuple[str, bytes]]:
-        """The files that `restore` goes on from, in pieces, so that they are never all in memory: a file's name and
-        the next of its bytes. Those of the adapter are among them.
+        """What `restore` goes on from, in pieces, so that it is never in memory twice: their names and bytes.
 
         The first process has all but the random numbers of the others.
         """
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        yield self._numbers_file, _bytes({"cpu": torch.get_rng_state(), "cuda": cuda})
+        yield self._numbers, _bytes({"cpu": torch.get_rng_state(), "cuda": cuda})
         if not self._accelerator.is_main_process:
             return
-        with self._written() as folder:
-            for path in sorted(folder.iterdir()):
-                with path.open("rb") as file:
-                    while data := file.read(PIECE_BYTES):
-                        yield path.name, data
-        # Adam has two numbers for each weight.
-        starts = itertools.accumulate((2 * weight.nbytes for weight in self._weights), initial=0)
-        placed = zip(starts, enumerate(self._weights), strict=False)
+        starts = itertools.accumulate((tensor.nbytes for _, _, tensor in self._tensors()), initial=0)
+        placed = zip(starts, self._tensors(), strict=False)
         for piece, found in itertools.groupby(placed, key=lambda each: each[0] // PIECE_BYTES):
-            state = {place: self._optimizer.state.get(weight, {}) for _, (place, weight) in found}
-            yield f"{OPTIMIZER_FILES}{piece:05}.pt", _bytes(state)
+            yield f"{WEIGHTS}{piece:05}.pt", _bytes([tensor for _, tensor in found])
         more = {name: part.state_dict() for name, part in self._parts().items()}
-        yield STATE_FILE, _bytes({**more, "steps": self.steps, "max_tokens": self.max_tokens})
+        yield STATE, _bytes({**more, "steps": self.steps, "max_tokens": self.max_tokens})
 
+    @torch.no_grad()
     def restore(self, name: str, data: bytes) -> None:
-        """Go on from a file of a checkpoint of as many processes; in each, from all files of all of them."""
-        if name == WEIGHTS_FILE:
-            set_peft_model_state_dict(self._loss.model, safetensors.torch.load(data), adapter_name="default")
-        elif name == self._numbers_file:
+        """Go on from a piece of a checkpoint of as many processes; in each, from all pieces of all of them."""
+        if name == self._numbers:
             numbers = _read(data)
             torch.set_rng_state(numbers["cpu"])
             if numbers["cuda"] is not None:
                 torch.cuda.set_rng_state(numbers["cuda"])
-        elif name.startswith(OPTIMIZER_FILES):
-            for place, state in _read(data).items():
+        elif name.startswith(WEIGHTS):
+            for place, of, tensor in _read(data):
                 weight = self._weights[place]
-                self._optimizer.state[weight] = {of: value.to(weight.device) for of, value in state.items()}
-        elif name == STATE_FILE:
+                if of:
+                    self._optimizer.state[weight][of] = tensor.to(weight.device)
+                else:
+                    weight.copy_(tensor)
+        elif name == STATE:
             state = _read(data)
             for of, part in self._parts().items():
                 part.load_state_dict(state[of])
@@ -251,22 +261,21 @@ class PolicyStep:
                 group["lr"] = rate
             self.steps, self.max_tokens = state["steps"], state["max_tokens"]
 
+    def _tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """The trained weights, and what the optimizer has of them: the place of the weight, the name of a state, or
+        "" for the weight itself, and the tensor."""
+        yield from ((place, "", weight.detach()) for place, weight in enumerate(self._weights))
+        for place, weight in enumerate(self._weights):
+            yield from ((place, of, tensor) for of, tensor in self._optimizer.state.get(weight, {}).items())
+
     @property
-    def _numbers_file(self) -> str:
+    def _numbers(self) -> str:
         return f"numbers-{self._accelerator.process_index}.pt"
 
     def _parts(self) -> dict[str, Any]:
         """What has a state beside weights and optimizer."""
         parts = {"schedule": self._schedule, "scaler": self._accelerator.scaler}
         return {name: part for name, part in parts.items() if part is not None}
-
-    @contextlib.contextmanager
-    def _written(self) -> Iterator[Path]:
-        """A temporary folder with the adapter: PEFT writes nothing but files."""
-        with tempfile.TemporaryDirectory(prefix="fw-adapter-", dir=self._temporary) as parent:
-            folder = Path(parent) / "adapter"
-            write_adapter(self._accelerator.unwrap_model(self._loss.model), folder)
-            yield folder
 
 
 def _bytes(state: Any) -> bytes:

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
 import ray
@@ -35,8 +35,8 @@ PATIENCE: Final = datetime.timedelta(days=30)
 
 
 class Trainer(RoundActor):
-    """`start` comes first, then `begin` for each stage. With several actors, each method but `meet`, `adapter` and
-    `nll` must be called on all of them."""
+    """`start` comes first, then `begin` for each stage. With several actors, each method but `meet`, `nll`
+    and `piece` of an adapter must be called on all of them."""
 
     def __init__(self, spec: RoundSpec, threads: int, rank: int = 0) -> None:
         self._spec, self._threads, self._rank = spec, threads, rank
@@ -106,21 +106,17 @@ class Trainer(RoundActor):
         return load_base(self._spec.base_model, dtype=dtype, quantization=config.model.trainer_quantization)
 
     def restore(self, name: str, data: bytes) -> None:
-        """Go on from a file of a checkpoint. All of its files must follow `begin`."""
+        """Go on from a piece of a checkpoint. All of its pieces must follow `begin`, or the last step."""
         self._policy.restore(name, data)
 
     def step(self, items: Sequence[Item], size: StepSize) -> dict[str, float]:
         """Train on this actor's items of a step of that whole size. Returns its figures. Raises TrainError."""
         return self._policy.step(items, size)  # type: ignore[no-any-return]
 
-    def adapter(self) -> AdapterFiles:
-        """The adapter as it is now."""
-        return self._policy.adapter()  # type: ignore[no-any-return]
-
-    def checkpoint(self) -> tuple[str, bytes] | None:
-        """The next piece of a checkpoint: the name of a file and the next of its bytes; None behind the last."""
+    def piece(self, of: Literal["adapter", "checkpoint"]) -> tuple[str, bytes] | None:
+        """The next piece of one of these, its name and its bytes; None behind the last."""
         if self._pieces is None:
-            self._pieces = self._policy.checkpoint()
+            self._pieces = self._policy.adapter() if of == "adapter" else self._policy.checkpoint()
         piece = next(self._pieces, None)
         if piece is None:
             self._pieces = None

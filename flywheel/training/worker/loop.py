@@ -24,7 +24,7 @@ from flywheel.training.data.rollout_file import step_files
 from flywheel.training.data.round_progress import Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow, longest_of, minibatches, rows_of
 from flywheel.training.data.step_figures import of_items, of_rollouts
-from flywheel.training.engine.policy import adapter_of_checkpoint, appear
+from flywheel.training.engine.policy import appear
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.round_steps import RoundSteps
 from flywheel.training.optim.stage_checks import (
@@ -96,7 +96,7 @@ class Loop(ABC, Generic[Batch]):
         return done
 
     def keep_adapter(self) -> None:
-        appear(self.work.adapter, self.work.trainers.adapter().write)
+        appear(self.work.adapter, self.work.trainers.write_adapter)
 
     def _since_last_step(self) -> float:
         """Seconds since the last step, or since the first one began."""
@@ -246,7 +246,7 @@ class Reinforcement(Loop[RolloutBatch]):
             self.refusal = reason
             return
         self.ended = f"{reason}; its adapter is that of step {steps_of(good)}"
-        adapter_of_checkpoint(good, self.work.adapter)
+        self.work.trainers.restore(good)
 
 
 class Epochs(Loop[list[Any]]):

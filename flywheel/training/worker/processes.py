@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import ray
 
@@ -17,13 +17,14 @@ from flywheel.config.training import Stage
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.serving.server.vllm_command import chat_arguments
+from flywheel.system.files import remove_temporary, whole_file
 from flywheel.system.signals import check_stopped
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.samples import Item, StepSize, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import AdapterFiles, appear, rank
+from flywheel.training.engine.policy import AdapterFiles, rank
 from flywheel.training.optim.trainer_actor import Trainer
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 
@@ -112,20 +113,16 @@ class Trainers:
         self._signs: list[Any] = []
         """Of life, that were asked for last."""
 
-    def begin(
-        self,
-        stage: Stage,
-        settings: Config,
-        steps: int,
-        longest: int,
-        parent: AdapterFiles | None,
-        checkpoint: Path | None = None,
-    ) -> None:
-        """Begin a stage of so many steps with these settings, or go on with it behind a checkpoint. `parent` is the
-        adapter that the stage starts from, `longest` the maximum length of a completion in tokens."""
+    def begin(self, stage: Stage, settings: Config, steps: int, longest: int, parent: AdapterFiles | None) -> None:
+        """Begin a stage of so many steps with these settings. `parent` is the adapter that the stage starts from,
+        `longest` the maximum length of a completion in tokens."""
         ray_cluster.on_all(self.actors, "begin", stage, settings, steps, longest, ray.put(parent))
-        for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
-            ray_cluster.on_all(self.actors, "restore", path.name, ray.put(path.read_bytes()))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on with the stage behind its checkpoint."""
+        with zipfile.ZipFile(checkpoint) as pieces:
+            for name in pieces.namelist():
+                ray_cluster.on_all(self.actors, "restore", name, ray.put(pieces.read(name)))
 
     def step(self, items: Sequence[Item]) -> dict[str, float]:
         """Train on the items of a step, and return its figures: see `PolicyStep.step`, and `refuse_not_finite`."""
@@ -135,7 +132,14 @@ class Trainers:
 
     def adapter(self) -> AdapterFiles:
         """The adapter as it is now."""
-        return ray_cluster.on_all(self.actors[:1], "adapter")  # type: ignore[no-any-return]
+        return AdapterFiles.joined(self._pieces("adapter"))
+
+    def write_adapter(self, folder: Path) -> None:
+        """Make a folder with the adapter as it is now."""
+        folder.mkdir()
+        for name, data in self._pieces("adapter"):
+            with (folder / name).open("ab") as file:
+                file.write(data)
 
     def nll(self, rows: Sequence[Sequence[TrainingRow]]) -> list[float | None]:
         """The mean negative log-likelihood of the trained tokens of each of these, in nats a token; None without
@@ -146,18 +150,18 @@ class Trainers:
         """Write the checkpoint after so many steps of the stage, which appears whole, into the folder of its
         checkpoints; the last ones stay."""
         folder.mkdir(parents=True, exist_ok=True)
-        appear(folder / f"step-{step:06}", self._write)
-        for old in sorted(folder.glob("step-*"))[:-KEPT]:
-            shutil.rmtree(old)
+        remove_temporary(folder)
+        with whole_file(folder / f"step-{step:06}.zip") as file, zipfile.ZipFile(file, "w") as checkpoint:
+            for name, data in self._pieces("checkpoint"):
+                checkpoint.writestr(name, data)
+        for old in sorted(folder.glob("step-*.zip"))[:-KEPT]:
+            old.unlink()
 
-    def _write(self, folder: Path) -> None:
-        folder.mkdir()
-        for actor in self.actors:
-            # One piece at a time: the state may be larger than Ray's object store.
-            while (piece := ray_cluster.wait([actor.checkpoint.remote()])[0]) is not None:
-                name, data = piece
-                with (folder / name).open("ab") as file:
-                    file.write(data)
+    def _pieces(self, of: Literal["adapter", "checkpoint"]) -> Iterator[tuple[str, bytes]]:
+        """One at a time: the state may be larger than Ray's object store. Only the first actor has an adapter."""
+        for actor in self.actors[:1] if of == "adapter" else self.actors:
+            while (piece := ray_cluster.wait([actor.piece.remote(of)])[0]) is not None:
+                yield piece
 
     def check(self) -> None:
         """Raise TrainError if an actor has died. Does not wait for those that are at work. May be called in several

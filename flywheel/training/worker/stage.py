@@ -3,9 +3,10 @@ them that are chosen by their loss, and pairs of replies."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.worker.processes import EngineAdapters, Trainers
+
+log = logging.getLogger("flywheel.training.worker")
 
 LIKE_SFT = {"beta": 0.0, "updates_per_batch": 1, "loss_type": "dapo", "importance": "truncated"}
 """Settings of GRPO that make its loss a mean over tokens."""
@@ -67,9 +70,9 @@ class StageWork:
         return self.folder / ADAPTER_DIR
 
     def checkpoint(self, most: int | None = None) -> Path | None:
-        """The last one, or that of at most so many steps."""
+        """The last one that is whole, or that of at most so many steps."""
         found = [path for path in self._checkpoints() if most is None or steps_of(path) <= most]
-        return max(found, key=steps_of, default=None)
+        return next(filter(_is_whole, sorted(found, key=steps_of, reverse=True)), None)
 
     def begin(self, stage: Stage, steps: int, longest: int, most: int | None = None) -> int:
         """Let the trainer go on from the last checkpoint, or that of at most so many steps; those behind it are
@@ -79,8 +82,10 @@ class StageWork:
         done = steps_of(found) if found is not None else 0
         for path in self._checkpoints():
             if steps_of(path) > done:
-                shutil.rmtree(path)
-        self.trainers.begin(stage, self.settings, steps, longest, self.parent, found)
+                path.unlink()
+        self.trainers.begin(stage, self.settings, steps, longest, self.parent)
+        if found is not None:
+            self.trainers.restore(found)
         return done
 
     def save_checkpoint(self, steps: int, last: int) -> None:
@@ -98,15 +103,22 @@ class StageWork:
             )
 
     def _checkpoints(self) -> list[Path]:
-        return list((self.folder / CHECKPOINTS_DIR).glob("step-*[0-9]"))
+        return list((self.folder / CHECKPOINTS_DIR).glob("step-*.zip"))
 
 
 def steps_of(checkpoint: Path) -> int:
     """The number of steps that a checkpoint contains."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
-log = logging.getLogger("flywheel.training.worker")
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all of its pieces are as they were written."""
+    # What is wrong with a damaged archive has many errors.
+    with contextlib.suppress(Exception), zipfile.ZipFile(checkpoint) as pieces:
+        if pieces.testzip() is None:
+            return True
+    log.warning("%s is damaged: it is not used", checkpoint)
+    return False
 
 
 class StageItems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def test_what_arrives_is_what_was_sent(files: AdapterFiles, tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "there").iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
     assert (tmp_path / "there" / WEIGHTS_FILE).read_bytes() == (tmp_path / "made" / WEIGHTS_FILE).read_bytes()
     assert files.sha256[WEIGHTS_FILE] == file_sha256(tmp_path / "made" / WEIGHTS_FILE)
+
+
+def test_what_is_sent_is_not_copied(files: AdapterFiles, tmp_path: Path) -> None:
+    """But for the object store's own copy."""
+    sent: list[pickle.PickleBuffer] = []
+    rest = pickle.dumps(files, protocol=5, buffer_callback=sent.append)
+    assert len(rest) < 1000 < sum(len(each.raw()) for each in sent)
+    arrived = pickle.loads(rest, buffers=[memoryview(each.raw()).toreadonly() for each in sent])
+    assert arrived == files
+    arrived.write(tmp_path / "there")
+    assert AdapterFiles.read(tmp_path / "there") == files
 
 
 def test_what_arrives_changed_is_refused(files: AdapterFiles, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_short_run_has_a_learning_rate_and_one_that_changes_nothing_is_seen(tm
         ref = None if parent is None else AdapterRef(name="parent", path=str(parent), sha256="")
         model = load_policy(str(POLICY), ref, settings.training.lora, seed=3)
         done = Trained(lambda step: rows_of(REPLIES[step : step + 1]), model, stage="sft", settings=settings)
-        done.step.adapter().write(tmp_path / name)
+        done.adapter().write(tmp_path / name)
         rates[name] = [logs["learning_rate"] for _, logs in done.logs]
         return tmp_path / name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,17 +48,45 @@ def test_the_trainer_does_not_load_vllm() -> None:
 def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
     """And those behind the one that is gone on from are written again."""
     settings = Config.model_validate({"training": {"steps": 20, "save_steps": 5}})
-    of_stage = work(round_spec(), settings, tmp_path, StandInTrainers())
+    trainers = StandInTrainers()
+    of_stage = work(round_spec(), settings, tmp_path, trainers)
     assert of_stage.checkpoint() is None
     for steps in (2, 10, 999_999, 1_000_000):
         of_stage.trainers.save(of_stage.folder / "checkpoints", steps)
-    half_written = of_stage.folder / "checkpoints" / ".step-000012.new"
-    half_written.mkdir()
+    half_written = of_stage.folder / "checkpoints" / ".step-000012.zip.0123abcd"
+    half_written.touch()
     found, early = of_stage.checkpoint(1_000_001), of_stage.checkpoint(9)
     assert found is not None and early is not None
-    assert (found.name, early.name) == ("step-1000000", "step-000002")
+    assert (found.name, early.name) == ("step-1000000.zip", "step-000002.zip")
     assert of_stage.begin("grpo", steps=20, longest=8, most=9) == 2
-    assert {path.name for path in early.parent.iterdir()} == {"step-000002", half_written.name}
+    assert {path.name for path in early.parent.iterdir()} == {early.name, half_written.name}
+    assert trainers.restored == [early]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(Path.unlink, id="removed"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-30]), id="cut"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes().replace(b"of a", b"of 1")), id="changed"),
+        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+    ],
+)
+def test_of_a_damaged_checkpoint_the_one_before_it_is_gone_on_from(
+    tmp_path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers = StandInTrainers()
+    of_stage = work(round_spec(), Config.model_validate({"training": {"steps": 20}}), tmp_path, trainers)
+    for steps in (5, 10):
+        trainers.save(of_stage.folder / "checkpoints", steps)
+    last = of_stage.checkpoint()
+    assert last is not None and last.name == "step-000010.zip"
+    damage(last)
+    named = last.exists()
+    assert of_stage.begin("grpo", steps=20, longest=8) == 5
+    assert [path.name for path in trainers.restored] == ["step-000005.zip"]
+    assert [path.name for path in last.parent.iterdir()] == ["step-000005.zip"]
+    assert (f"{last} is damaged" in caplog.text) == named
 
 
 def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path) -> None:
@@ -70,11 +98,11 @@ def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path) -> No
         Epochs("sft", first, replies).run()
     assert why.value.retryable
     checkpoint = first.checkpoint()
-    assert checkpoint is not None and checkpoint.name == "step-000002"
+    assert checkpoint is not None and checkpoint.name == "step-000002.zip"
     (tmp_path / END_FILE).unlink()
     trainers: Any = again.trainers
     Epochs("sft", again, replies).take_steps()
-    assert (trainers.begun[0][-1], len(trainers.items)) == (checkpoint, 3)
+    assert (trainers.restored, len(trainers.items)) == ([checkpoint], 3)
     assert [line["step"] for line in read_steps(tmp_path)] == [1, 2, 3, 4, 5]
 
 
@@ -149,7 +177,8 @@ def test_what_becomes_of_steps_without_a_token_to_train(
     training = {"precision": "float32", **training}
     settings = Config.model_validate({"training": training, "rollout": {"max_model_len": 64}})
     spec = round_spec(settings=settings.model_dump(mode="json"))
-    of_stage = work(spec, settings, tmp_path, TrainersHere(spec))
+    trainers = TrainersHere(spec)
+    of_stage = work(spec, settings, tmp_path, trainers)
     monkeypatch.setattr("flywheel.training.worker.processes.KEPT", steps)
     prompts = [replace(prompt(f"t-{n}", (5, 6, 10 + n)), max_tokens=8) for n in range(4)]
     collector: Any = Cutting(cut, tmp_path, last=4)
@@ -165,8 +194,8 @@ def test_what_becomes_of_steps_without_a_token_to_train(
     if trained:
         good = of_stage.checkpoint(2)
         assert good is not None
-        name = "adapter_model.safetensors"
-        assert (of_stage.adapter / name).read_bytes() == (good / name).read_bytes()
+        trainers.restore(good)
+        assert trainers.adapter() == AdapterFiles.read(of_stage.adapter)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
