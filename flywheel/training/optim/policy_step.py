@@ -238,7 +238,6 @@ class PolicyStep:
         more = {name: part.state_dict() for name, part in self._parts().items()}
         yield STATE, _bytes({**more, "steps": self.steps, "max_tokens": self.max_tokens})
 
-    @torch.no_grad()
     def restore(self, name: str, data: bytes) -> None:
         """Go on from a piece of a checkpoint of as many processes; in each, from all pieces of all of them."""
         if name == self._numbers:
@@ -252,7 +251,7 @@ class PolicyStep:
                 if of:
                     self._optimizer.state[weight][of] = tensor.to(weight.device)
                 else:
-                    weight.copy_(tensor)
+                    weight.data.copy_(tensor)
         elif name == STATE:
             state = _read(data)
             for of, part in self._parts().items():
