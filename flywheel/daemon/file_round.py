@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
-_CONTEXT: Final = "its messages have the weight 0, as those that call a tool without arguments"
+_CONTEXT: Final = "its messages have the weight 0, as calls without arguments have"
 _TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
 RELEASED: Final = "others of its pool have a higher loss, or differ more (training.coreset)"
 NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"

@@ -106,7 +106,12 @@ def test_the_same_task_in_every_form_has_the_same_key() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_sages_data_sets_beside_a_question_are_the_users_own(kind: str) -> None:
-    own = {"turns": [USER, {"role": "tool", "tool_id": "f"}], "sample_id": "1", "instruction": "x", "ground_truth": {}}
+    own = {
+        "turns": [USER, {"role": "tool", "tool_id": "f"}],
+        "sample_id": "1",
+        "instruction": "x",
+        "ground_truth": {},
+    }
     read = task({**KINDS[kind], **own})
     extra = json.loads(read["metadata"].pop("extra_json"))
     expected = task(KINDS[kind])
