@@ -196,7 +196,7 @@ def test_any_dialog_is_a_task_or_says_why_not(turns: list[Any]) -> None:
     assert len(made) == sum(bool(each.get("tool_id")) and not each.get("tool_call_id") for each in results)
 
 
-no_arguments = st.builds(
+no_arguments: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     role=st.sampled_from(ROLES[1:4]),
     content=st.sampled_from(["", "Done.", "[1]", "7", "null", None]),
