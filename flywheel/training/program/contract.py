@@ -334,8 +334,7 @@ def _finite(value: Any, what: str) -> float:
 
 def chat_model(endpoint: ModelEndpoint) -> Any:
     """The model of an endpoint for the user's function: AgentScope's `OpenAIChatModel`, of 2.x or 1.x, which does not
-    stream. Without AgentScope it is the endpoint itself, which has what an OpenAI client
-    needs."""
+    stream. Without AgentScope it is the endpoint itself, which has what an OpenAI client needs."""
     if importlib.util.find_spec("agentscope") is None:
         return endpoint
     chat = importlib.import_module("agentscope.model").OpenAIChatModel
