@@ -1,4 +1,4 @@
-"""`flywheel workflow`: try the user's own agent."""
+"""`flywheel workflow`: try the user's own agent, and make an environment for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
+    absolute,
     command_group,
     load_config,
     print_error,
@@ -18,6 +19,7 @@ from flywheel.cli.app import (
     read_state,
     run_async,
 )
+from flywheel.cli.tables import short_path
 from flywheel.errors import EXIT_FAILED, ConfigError
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
 
-workflow = command_group("workflow", "Check that your own agent works in rollouts.")
+workflow = command_group("workflow", "Check that your own agent works in rollouts, and make an environment for it.")
 
 
 @workflow.command()
@@ -74,6 +76,48 @@ def check(
             print_error(f"flywheel: {problem}")
     if checked.problems:
         raise typer.Exit(EXIT_FAILED)
+
+
+@workflow.command()
+def env(
+    function: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
+    ] = None,
+    config: ConfigOption = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="The folder of the environment, which must not exist.")
+    ] = Path("agentscope-1"),
+    requirement: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Also install the packages in this file of pip's requirements. Repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Make a virtual environment with AgentScope 1.0.21 for your own agent, and print the setting for it.
+
+    It also names the modules that the agent's files import and that the environment lacks. They are not installed,
+    because a package can have another name than its module: name the packages with --requirement.
+    """
+    from flywheel.config.training import AgentProgramSettings
+    from flywheel.training.program import agentscope_1
+
+    settings = load_config(config)
+    settings = _with_function(settings, function) if function is not None else settings
+    agent = settings.rollout.agent
+    if not isinstance(agent, AgentProgramSettings) or agent.workflow is None:
+        why = "rollout.agent names no workflow"
+        raise ConfigError("make an environment", why, "Name one there, or as FILE.py:function on the command line.")
+    imports = agentscope_1.imports_of(settings.rollout.model_dump(mode="json"))
+    python = agentscope_1.make(absolute(output), [absolute(file) for file in requirement or ()])
+    for module in agentscope_1.missing(python, imports):
+        files = ", ".join(short_path(file) for file in imports[module])
+        typer.echo(escape_terminal(f"missing: {module}, which {files} imports"))
+    typer.echo(escape_terminal(f"rollout.agent.python: {python}"))
 
 
 async def _check(
