@@ -56,7 +56,7 @@ def names(folder: Path) -> list[str]:
 
 async def test_it_counts_what_a_round_could_use_and_writes_and_asks_nothing(folder: Path) -> None:
     with JudgeServer(lambda *_: True) as server:
-        found, wrong = await forecast_of_sources(config_of(folder, judge=server.url, **TAKES))
+        found, wrong = await forecast_of_sources(config_of(folder, judge=server.base_url.removesuffix("/v1"), **TAKES))
         assert server.requests == []
     assert wrong == []
     assert found is not None

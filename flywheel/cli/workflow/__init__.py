@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
 
+FunctionArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
+]
+
 workflow = command_group("workflow", "Check that your own agent works in rollouts, and make an environment for it.")
 
 
 @workflow.command()
 def check(
-    function: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
-    ] = None,
+    function: FunctionArgument = None,
     config: ConfigOption = None,
     task: Annotated[
         str | None,
@@ -80,10 +82,7 @@ def check(
 
 @workflow.command()
 def env(
-    function: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
-    ] = None,
+    function: FunctionArgument = None,
     config: ConfigOption = None,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="The folder of the environment, which must not exist.")
@@ -103,13 +102,10 @@ def env(
     It also names the modules that the agent's files import and that the environment lacks. They are not installed,
     because a package can have another name than its module: name the packages with --requirement.
     """
-    from flywheel.config.training import AgentProgramSettings
     from flywheel.training.program import agentscope_1
 
-    settings = load_config(config)
-    settings = _with_function(settings, function) if function is not None else settings
-    agent = settings.rollout.agent
-    if not isinstance(agent, AgentProgramSettings) or agent.workflow is None:
+    settings = _with_function(load_config(config), function)
+    if getattr(settings.rollout.agent, "workflow", None) is None:
         why = "rollout.agent names no workflow"
         raise ConfigError("make an environment", why, "Name one there, or as FILE.py:function on the command line.")
     imports = agentscope_1.imports_of(settings.rollout.model_dump(mode="json"))
@@ -131,7 +127,7 @@ async def _check(
     from flywheel.training.program.program_pool import program_of
 
     attempted = "check the workflow"
-    program = program_of(_with_function(config, function) if function is not None else config)
+    program = program_of(_with_function(config, function))
     if program is None:
         why = "rollout.agent names no workflow and no command"
         raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
@@ -147,10 +143,12 @@ async def _check(
     return await checked_run.check(program, line, server, models, key=key, accepted=accepted)
 
 
-def _with_function(config: Config, function: str) -> Config:
-    """The settings with this function, whose path is relative to the working directory."""
+def _with_function(config: Config, function: str | None) -> Config:
+    """The settings with this function, if one is given, whose path is relative to the working directory."""
     from flywheel.config.file import parse
 
+    if function is None:
+        return config
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())
