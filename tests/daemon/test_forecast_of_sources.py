@@ -18,7 +18,6 @@ from tests.factories.config import make_config, write_config
 from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import DATA
 
-TAKES: dict[str, Any] = {"training": {"inexact_prompts": "use"}}
 KILLED = """
 import asyncio, os, pathlib, signal, sys
 from flywheel.config.file import load
@@ -56,7 +55,8 @@ def names(folder: Path) -> list[str]:
 
 async def test_it_counts_what_a_round_could_use_and_writes_and_asks_nothing(folder: Path) -> None:
     with JudgeServer(lambda *_: True) as server:
-        found, wrong = await forecast_of_sources(config_of(folder, judge=server.base_url.removesuffix("/v1"), **TAKES))
+        config = config_of(folder, judge=server.base_url.removesuffix("/v1"), training={"inexact_prompts": "use"})
+        found, wrong = await forecast_of_sources(config)
         assert server.requests == []
     assert wrong == []
     assert found is not None
