@@ -74,7 +74,7 @@ def make(folder: Path, requirements: Sequence[Path]) -> Path:
 
 def missing(python: Path, modules: Iterable[str]) -> list[str]:
     """Which top-level modules an environment lacks."""
-    command = [python, "-I", "-c", _MISSING, *sorted(modules)]
+    command = [str(python), "-I", "-c", _MISSING, *sorted(modules)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
