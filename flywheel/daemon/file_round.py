@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from flywheel.system.terminal import quantity
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
+from flywheel.training.program.program_child import MARK
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +202,14 @@ def adapter_in(adapter: Path, attempted: str) -> AdapterRef:
     """The adapter in a folder, by the folder's name. Raises ConfigError if there is none that can be loaded."""
     base_model_of(adapter, attempted)
     return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
+
+
+def refuse_in_rollout(attempted: str) -> None:
+    """Raises ConfigError in a process that runs the user's workflow: it may load a file that trains when it is
+    loaded, and would start a round in each rollout."""
+    if MARK in os.environ:
+        why = "it is called again while a rollout loads the file of the workflow"
+        raise ConfigError(attempted, why, 'Call it below `if __name__ == "__main__":`.')
 
 
 def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:

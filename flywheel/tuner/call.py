@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +17,12 @@ from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
-from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
+from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, refuse_in_rollout, require_packages, run_on_files
+from flywheel.daemon.stage_round import with_names
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed
 from flywheel.system.yaml_file import read_yaml
-from flywheel.training.program.program_child import MARK
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelConfig
 
@@ -50,9 +48,7 @@ class Round:
 
 def run(given: Mapping[str, Any]) -> TuneResult:
     """Run the round of a call of `tune`, given its arguments by name. Raises ConfigError and TrainError."""
-    if MARK in os.environ:
-        why = "it is called again while a rollout loads the file of the workflow"
-        raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
+    refuse_in_rollout(ATTEMPTED)
     trainer = trainer_python(given["trainer_python"])
     require_packages(ATTEMPTED, trainer)
     made = Path(given["directory"] or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
@@ -228,20 +224,7 @@ def _settings(
     try:
         return parse(both, name, folder)
     except ConfigError as error:
-        raise ConfigError(error.attempted, _with_names(error.why, origins), error.hint) from None
-
-
-def _with_names(why: str, origins: Mapping[str, str]) -> str:
-    """A sentence about settings, with the caller's keys for those of Flywheel that they set."""
-    notes = []
-    for ours, theirs in origins.items():
-        section, _, key = ours.rpartition(".")
-        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
-        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
-            # A rule about several keys of a section.
-            notes.append(f"{key} is `{theirs}`")
-        why = named
-    return f"{why} ({', '.join(notes)})" if notes else why
+        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:
