@@ -52,7 +52,8 @@ class StageCommand(TyperCommand):
 def train_on(
     context: typer.Context,
     data: Annotated[
-        Path, typer.Option(help="Tasks, conversations or preferences: JSON lines, JSON, Parquet, CSV, or a folder.")
+        Path,
+        typer.Option(metavar="DATA", help="Tasks, conversations or preferences: JSON lines, Parquet, CSV, a folder."),
     ],
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="The adapter goes here, the round's files to DIR.round.")
@@ -61,12 +62,10 @@ def train_on(
         str | None, typer.Option(metavar="MODEL", help="The base model, a path or a hub name. Default: model.base.")
     ] = None,
     sft_model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The adapter to start from. Default: a new one on the base model."),
+        Path | None, typer.Option(metavar="DIR", help="The adapter to start from. Default: a new one.")
     ] = None,
     eval_data: Annotated[
-        Path | None,
-        typer.Option(help="Held-out tasks. Default: conversations of the others (ingest.train_ratio)."),
+        Path | None, typer.Option(metavar="FILE", help="Held-out tasks. Default: some of DATA (ingest.train_ratio).")
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="How often each row is used.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
@@ -85,15 +84,11 @@ def train_on(
         int | None, typer.Option(min=1, help="Maximum tokens of prompt and reply together.")
     ] = None,
     task_weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLASS=SHARE,…",
-            help="Relative numbers of rows of several_turns, several_tools, one_tool and no_tools.",
-        ),
+        str | None, typer.Option(metavar="CLASS=SHARE,…", help="Relative numbers of rows (training.task_weights).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the round.")] = None,
     rubric: Annotated[
-        Path | None, typer.Option(help="The rubric that grades answers. Default: filter.rubric.")
+        Path | None, typer.Option(metavar="FILE", help="The rubric that grades answers. Default: filter.rubric.")
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,

@@ -36,7 +36,6 @@ from flywheel.sources.jsonl.record import DataRow, has_target
 from flywheel.store.splits import TEMPLATE
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
-from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
@@ -93,26 +92,6 @@ class RoundNames:
 TUNE: Final = RoundNames("tune", ATTEMPTED, "train_dataset", "eval_dataset")
 
 
-def run_on_files(
-    settings: Config,
-    train_dataset: Any,
-    eval_dataset: Any,
-    directory: Path,
-    *,
-    names: RoundNames = TUNE,
-    epochs: int | None = None,
-    python: Path | None = None,
-) -> TuneResult:
-    """Train on the tasks of a file in one round, and compare the adapter with the base model.
-
-    The data sets are as in `tasks_of`, `names` and `epochs` as in `spec_of`. The round's files go to `directory`; it
-    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the
-    round fails.
-    """
-    spec = spec_of(settings, train_dataset, eval_dataset, names=names, epochs=epochs, python=python)
-    return run_coroutine(train_on_files(spec, directory, settings, python=python))
-
-
 def spec_of(
     settings: Config,
     data: Any,
@@ -125,9 +104,10 @@ def spec_of(
     python: Path | None = None,
     read: ReadRows | None = None,
 ) -> RoundSpec:
-    """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
-    that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
-    as ask each task so often. What is known of the rows goes to `read`. Raises ConfigError."""
+    """A round on files, with data sets as in `tasks_of`, that starts from the adapter in the folder `parent`. If it
+    does not compare its adapter with that, nothing is graded. A step asks at most the tasks that there are; with
+    `epochs`, the round has as many steps as ask each task so often. What is known of the rows goes to `read`. Raises
+    ConfigError."""
     read = read or ReadRows()
     require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None

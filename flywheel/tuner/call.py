@@ -17,11 +17,13 @@ from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
-from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, refuse_in_rollout, require_packages, run_on_files
+from flywheel.daemon import file_round
+from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
 from flywheel.daemon.stage_round import with_names
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed
+from flywheel.system.signals import run_coroutine
 from flywheel.system.yaml_file import read_yaml
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelConfig
@@ -48,16 +50,17 @@ class Round:
 
 def run(given: Mapping[str, Any]) -> TuneResult:
     """Run the round of a call of `tune`, given its arguments by name. Raises ConfigError and TrainError."""
-    refuse_in_rollout(ATTEMPTED)
+    file_round.refuse_in_rollout(ATTEMPTED)
     trainer = trainer_python(given["trainer_python"])
-    require_packages(ATTEMPTED, trainer)
+    file_round.require_packages(ATTEMPTED, trainer)
     made = Path(given["directory"] or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     found = round_of(given, made, trainer)
     _check_contract(found.settings)
     data, asked = (found.origins.get(key, "").removesuffix(".path") for key in ("train_dataset.path", "eval_dataset"))
     names = replace(TUNE, data=data or TUNE.data, held_out=asked or TUNE.held_out)
     about: dict[str, Any] = {"epochs": found.epochs, "python": trainer, "names": names}
-    return run_on_files(found.settings, found.train, found.held_out, made, **about)
+    spec = file_round.spec_of(found.settings, found.train, found.held_out, **about)
+    return run_coroutine(file_round.train_on_files(spec, made, found.settings, python=trainer))
 
 
 def _check_contract(settings: Config) -> None:
