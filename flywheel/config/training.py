@@ -322,6 +322,7 @@ class GrpoSettings(Section):
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
+    schema["properties"].pop("margin", None)  # refused, see `OwnStage`
     for each in schema["properties"].values():
         each.pop("default", None)
 
