@@ -16,7 +16,7 @@ import yaml
 from flywheel.config.foreign import SECTIONS, Refusal, Row, Table, Without
 from flywheel.config.section import has, value_at
 from flywheel.config.serving import ServingSettings
-from flywheel.config.training import SAGE_CLASSES
+from flywheel.config.training import nearest_class
 from flywheel.records.selection import TaskClass
 from flywheel.system.files import shipped_folder
 
@@ -28,7 +28,10 @@ CLASSES: Final[Mapping[str, str]] = {
     **dict.fromkeys(PRESETS, "sft_config"),
 }  # fmt: skip
 """Sections of a file, and the class of SAGE's whose options each has."""
-STAGE_OF: Final = {"rl_config.dpo_config": "dpo", "rl_config.grpo_config": "grpo", "rl_config.ppo_config": "ppo"}
+STAGES: Final = ("dpo", "grpo", "ppo")
+NAMES: Final = ("algorithm", *(f"{stage}_config" for stage in STAGES))
+"""Options that ASTuner's files have as well."""
+STAGE_OF: Final = {f"rl_config.{stage}_config": stage for stage in STAGES}
 ESTIMATOR: Final = "trainer_common.algorithm.adv_estimator"
 """The key of ASTuner's trainer that names a stage."""
 PPO: Final = (
@@ -167,8 +170,7 @@ def _task_weights(values: Values) -> Any:
     if not isinstance(given, Mapping) or set(given) <= set(TaskClass):
         return given
     for name, weight in given.items():
-        near = str(SAGE_CLASSES.get(str(name), ""))
-        if near and isinstance(weight, int | float):
+        if (near := nearest_class(str(name))) is not None and isinstance(weight, int | float):
             nearest[near] = round(nearest.get(near, 0) + weight, 6)
     shown = ", ".join(f"{name}: {weight:g}" for name, weight in nearest.items())
     hint = f"The nearest are `training.task_weights: {{{shown}}}`." if shown else "Set `training.task_weights`."
@@ -315,15 +317,12 @@ def rows_of(raw: Mapping[str, Any]) -> tuple[list[Row], dict[str, Any]]:
         found += ((each.removeprefix("".join(of[:1])), each, value) for each, value in leaves)
     for root in ROOTS:
         if isinstance(below := rest.get(root), Mapping):
-            named = {key: below[key] for key in ("algorithm", *_STAGES) if key in below}
+            named = {key: below[key] for key in NAMES if key in below}
             leaves = SAGE.leaves({"rl_config": named})
             found += ((root + key.removeprefix("rl_config"), key, value) for key, value in leaves)
             rest[root] = {key: value for key, value in below.items() if key not in named}
             found.append((f"{root}.{ESTIMATOR}", "rl_config.algorithm", value_at(below, ESTIMATOR)))
     return [*_rows([each for each in found if each[2] is not None], raw)], rest
-
-
-_STAGES: Final = [name.partition(".")[2] for name in STAGE_OF]
 
 
 def _classes(key: str) -> list[str]:
@@ -346,7 +345,7 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     stages = ["sft"] if given.get("run_sft", has_sft or is_pipeline) else []
     stages += [rl] if rl and given.get("run_rl", True) else []
     if isinstance(own, list):
-        stages = [each if isinstance(each, str) else next(iter(each), "") for each in own]
+        stages = [next(iter(each), "") if isinstance(each, Mapping) else str(each) for each in own]
         rl = next((each for each in stages if each != "sft"), "")
     elif "rl_config.algorithm" not in given and not is_pipeline and stages:
         place = next(each[0] for each in found if each[1].startswith(f"{'rl' if has_rl else 'sft'}_config."))
