@@ -472,7 +472,8 @@ def _own_keys(
     key, attempted = setting.key, f"use --set {setting.key}"
     section, _, below = key.partition(".")
     name = below if section in ROOTS else f"task_reader.{key}" if section == SECTION else key
-    if section in Config.model_fields or (section not in MARKERS and name not in _FOREIGN):
+    is_theirs = name in _FOREIGN or any(row.place == key and row.outcome != "refused" for row in rows)
+    if section in Config.model_fields or (section not in MARKERS and not is_theirs):
         return {key}
     if f"{SECTION}.filters" in key:
         raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")

@@ -348,3 +348,12 @@ def test_rewards_are_the_shipped_rubric_with_their_numbers(tmp_path: Path) -> No
         (tmp_path / "written.yaml").write_text(yaml.safe_dump(written[1], sort_keys=False))
         assert load_rubric(tmp_path / "written.yaml").hash == rubric.hash, "nothing is judged again"
     assert rubric.criteria[-1].value == 60
+
+
+def test_an_option_may_be_set_on_the_command_line() -> None:
+    for key, ours in (("dpo_config.beta", "training.dpo.beta"), ("sft_config.lora_r", "training.lora.r")):
+        assert parse({}, "pasted.yaml", Path("/nowhere"), given=[f"{key}=64"]).is_given(ours)
+    with pytest.raises(ConfigError, match=r"use --set sft_config\.optim: Flywheel does not use this key"):
+        parse({}, "pasted.yaml", Path("/nowhere"), given=["sft_config.optim=adamw"])
+    with pytest.raises(ConfigError, match="PPO is no part"):
+        parse({}, "pasted.yaml", Path("/nowhere"), given=["algorithm=ppo"])
