@@ -49,7 +49,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
-from flywheel.config.translation import translate
+from flywheel.config.translation import TUNER, translate
 from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
@@ -417,7 +417,9 @@ def parse(
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
     attempted, found = f"use configuration {name}", translate(whole, file)
-    keys = {key for setting in settings for key in _own_keys(setting, whole, raw, found.rows)}
+    # A setting of Trinity-RFT's makes no file of its own.
+    rows = found.rows if found.program != TUNER else ()
+    keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
     found.check(attempted, str(file or name))
     # Translated keys have other names and positions in the file.
     document = None if found.rows else document
@@ -492,7 +494,8 @@ def _own_keys(
 _FOREIGN: Final = {
     name: use.replace("sources.", "sources[].")
     for table in (TRINITY, AGENTJET, SAGE)
-    for name, use in table.uses.items()
+    for whole, use in table.uses.items()
+    for name in (whole, whole.removeprefix("rl_config."))
     if use.partition(".")[0] in Config.model_fields
 }
 """Flywheel's keys, by those of other programs, without their root."""
