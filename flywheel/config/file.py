@@ -474,7 +474,9 @@ def _own_keys(
     key, attempted = setting.key, f"use --set {setting.key}"
     section, _, below = key.partition(".")
     name = below if section in ROOTS else f"task_reader.{key}" if section == SECTION else key
-    is_theirs = name in _FOREIGN or any(row.place == key and row.outcome != "refused" for row in rows)
+    outcomes = [row.outcome for row in rows if row.place == key]
+    # What is refused has its own reason.
+    is_theirs = (name in _FOREIGN or bool(outcomes)) and "refused" not in outcomes
     if section in Config.model_fields or (section not in MARKERS and not is_theirs):
         return {key}
     if f"{SECTION}.filters" in key:
