@@ -286,10 +286,16 @@ def _parts() -> dict[str, list[str]]:
 def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     """The rubric that `reward_config` of a file stands for, by the name of its file: the shipped one with its
     numbers, without parts that have none; empty without the section."""
-    given, made = raw.get("reward_config") if isinstance(raw, Mapping) else None, _shipped()
+    given = raw.get("reward_config") if isinstance(raw, Mapping) else None
     if not isinstance(given, Mapping):
         return {}
-    numbers = {part: given[name].get(part, 0) for name, parts in _parts().items() if name in given for part in parts}
+    made = _shipped()
+    numbers = {
+        part: given[name].get(part, 0)
+        for name, parts in _parts().items()
+        if isinstance(given.get(name), Mapping)
+        for part in parts
+    }
     made["criteria"] = [
         {**each, "weight": numbers.get(each["id"], each["weight"])}
         for each in made["criteria"]
@@ -301,20 +307,22 @@ def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     return {RUBRIC: made}
 
 
-def rows_of(raw: Mapping[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of such options, and the file without them."""
+def rows_of(raw: Mapping[str, Any], *, alone: bool = True) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of such options, and the file without them. Where they do not stand `alone`, in a file of AgentJet's,
+    a preset, a warm-up and most names at the root are what a workflow reads."""
     found, rest = list[tuple[str, str, Any]](), dict(raw)
     for section, of in CLASSES.items():
-        if section in rest:
+        if section in rest and (alone or section.endswith("_config")):
             leaves = SAGE.leaves({of: rest.pop(section)})
             found += ((section + key.removeprefix(of), key, value) for key, value in leaves)
-    names = {key: of for key in rest if key not in SECTIONS and (of := _classes(key))}
-    certain = [of[0] for of in names.values() if len(of) == 1]
+    at_root = [key for key in rest if key not in SECTIONS and (alone or key in NAMES)]
+    names = {key: found_in for key in at_root if (found_in := _classes(key))}
+    certain = [possible[0] for possible in names.values() if len(possible) == 1]
     for key, possible in names.items():
-        of = [each for each in possible if len(possible) == 1 or each in certain]
-        path = f"{of[0]}{key}" if len(of) == 1 else key
-        leaves = SAGE.leaves({path: rest.pop(key)})
-        found += ((each.removeprefix("".join(of[:1])), each, value) for each, value in leaves)
+        left = [each for each in possible if len(possible) == 1 or each in certain]
+        above = left[0] if len(left) == 1 else ""
+        leaves = SAGE.leaves({above + key: rest.pop(key)})
+        found += ((each.removeprefix(above), each, value) for each, value in leaves)
     for root in ROOTS:
         if isinstance(below := rest.get(root), Mapping):
             named = {key: below[key] for key in NAMES if key in below}

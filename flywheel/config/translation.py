@@ -58,10 +58,11 @@ def translate(raw: Mapping[str, Any], file: Path | None) -> Translation:
     if is_trinitys(raw):
         rows, own = trinity.rows_of(raw)
         return Translation(TUNER, TRINITY.page, [*map(without_keys, rows)], merged(settings_in(rows), own))
-    of_sage, own = sage.rows_of(raw)
+    is_sages = MARKERS.isdisjoint(map(str, raw))
+    of_sage, own = sage.rows_of(raw, alone=is_sages)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
     made = settings_in(of_sage)
-    if MARKERS.isdisjoint(map(str, raw)):
+    if is_sages:
         program, page = ("SAGE", SAGE.page) if of_sage else ("", "configuration")
         return Translation(program, page, [*map(without_keys, of_sage)], merged(made, own), rubrics)
     of_agentjet = agentjet.rows_of(own, file)
