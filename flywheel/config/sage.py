@@ -205,17 +205,14 @@ def _replay(values: Values) -> Any:
     return {"ratio": 0.25 if ratio is None else ratio, "buffer": 2048 if buffer is None else buffer}
 
 
-def _batch(section: str, size: int, accumulated: int) -> Callable[[Values], Any]:
+def _batch(section: str, size: int, steps: int) -> Callable[[Values], Any]:
     """Samples per step; the numbers are SAGE's defaults."""
 
     def made(values: Values) -> Any:
-        both = [
-            values.get(f"{section}.batch_size", size),
-            values.get(f"{section}.gradient_accumulation", accumulated),
-        ]
-        if any(type(each) is not int for each in both):
-            return Refusal("it is no whole number", "Correct it.")
-        return both[0] * both[1]
+        both = [values.get(f"{section}.{name}") for name in ("batch_size", "gradient_accumulation")]
+        both = [default if each is None else each for each, default in zip(both, (size, steps), strict=True)]
+        is_whole = all(type(each) is int for each in both)
+        return both[0] * both[1] if is_whole else Refusal("it is no whole number", "Correct it.")
 
     return made
 
