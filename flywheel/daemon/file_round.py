@@ -1,4 +1,4 @@
-"""A round on files, without a daemon: `flywheel.tune` and `flywheel train` run one."""
+"""A round on files, without a daemon: `flywheel.tune`, `sft`, `dpo`, `grpo` and `flywheel train` run one."""
 
 from __future__ import annotations
 
