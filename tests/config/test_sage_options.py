@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ import yaml
 from flywheel.config.file import Config, load, parse
 from flywheel.config.foreign import Row
 from flywheel.config.ingest import JsonlSource
+from flywheel.config.sage import CLASSES, SAGE, rubrics_in
+from flywheel.config.section import put
 from flywheel.config.training import CoresetSettings, ReplaySettings
 from flywheel.config.translation import translate
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -357,3 +360,13 @@ def test_an_option_may_be_set_on_the_command_line() -> None:
         parse({}, "pasted.yaml", Path("/nowhere"), given=["sft_config.optim=adamw"])
     with pytest.raises(ConfigError, match="PPO is no part"):
         parse({}, "pasted.yaml", Path("/nowhere"), given=["algorithm=ppo"])
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "x", [1], [[1]], [{}], {"a": 1}, {1: 2}, True, float("nan")], ids=str)
+def test_no_value_of_an_option_is_more_than_an_error(value: Any) -> None:
+    for name in (*SAGE.names, *SAGE.refused, "training.stages", "sources", *CLASSES):
+        raw: dict[str, Any] = {"run_sft": True}
+        put(raw, name, value)
+        with contextlib.suppress(ConfigError):
+            read(raw)
+        rubrics_in(raw)
