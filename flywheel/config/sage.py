@@ -209,8 +209,7 @@ def _batch(section: str, size: int, steps: int) -> Callable[[Values], Any]:
     """Samples per step; the numbers are SAGE's defaults."""
 
     def made(values: Values) -> Any:
-        both = [values.get(f"{section}.{name}") for name in ("batch_size", "gradient_accumulation")]
-        both = [default if each is None else each for each, default in zip(both, (size, steps), strict=True)]
+        both = values.get(f"{section}.batch_size", size), values.get(f"{section}.gradient_accumulation", steps)
         is_whole = all(type(each) is int for each in both)
         return both[0] * both[1] if is_whole else Refusal("it is no whole number", "Correct it.")
 
