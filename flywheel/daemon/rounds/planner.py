@@ -285,8 +285,8 @@ def _spec(
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
             "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
-    if trains and config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
-        log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
+    if trains and config.training.prompts_per_step > (most := len(tasks.train)):
+        log.info("each step asks all %d tasks: training.prompts_per_step is %d", most, config.training.prompts_per_step)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
     own = {
