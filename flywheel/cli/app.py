@@ -107,7 +107,7 @@ class Commands(CommandGroup):
             self._share(option, getattr(command, "commands", {}))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if OLD_SPELLINGS.match(" ".join(args)):
+        if not ctx.resilient_parsing and OLD_SPELLINGS.match(" ".join(args)):
             from flywheel.config.command_lines import instead_of
 
             ctx.fail(escape_terminal(instead_of(args), one_line=True))

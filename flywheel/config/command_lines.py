@@ -50,9 +50,10 @@ AGENT: Final = Table(
         "num-samples": "--num-samples", "metrics": "--metrics", "config": "-c",
     },
     made={},
-    only={"algorithm": (("dpo", "grpo"), "it is the command here")},
+    only={},
     refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
     unused={
+        "algorithm": "it chooses the command",
         "task-weights": "classes of `flywheel train --task-weights` are by structure, not by words; the nearest are "
         + ", ".join(f"{near} for {name}" for name, near in SAGE_CLASSES.items()),
     },
@@ -128,7 +129,7 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     assumed = LAUNCHED if table is LAUNCHER else ASSUMED.get(command) if typed[:1] == ["agent"] else None
     if assumed is None:
         typed = ["sage-dev", *typed]
-        why, hint = f"Flywheel has nothing like `{shlex.join(typed)}`", f"It knows agent {', agent '.join(ASSUMED)}."
+        why, hint = f"Flywheel has nothing like `{shlex.join(typed)}`", "It has `train sft|dpo|grpo` and `evaluate`."
         return Translated(name, table.page, [Row(shlex.join(typed), None, "refused", why=why, hint=hint)], [], None)
     if command:
         found.append((place, "ppo" if command == "train ppo" else "command", command))
@@ -146,7 +147,7 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Each option as it is written, its name, and its value, which is True if it has none. Any other word is an option
+    """Each option as it is written, its name, and its value, which is True if it has none. Any other word is one
     without a value."""
     for before, word, after in zip(["=", *words], words, [*words[1:], "--"], strict=False):
         option, mark, value = word.partition("=")
