@@ -35,10 +35,20 @@ if TYPE_CHECKING:
 
 train = command_group("train", "Train an adapter on a file by hand, without a daemon.")
 
+
+def _no_data_set(path: Path) -> Path:
+    from flywheel.config.command_lines import data_set
+
+    if why := data_set(str(path)):
+        raise typer.BadParameter(f"{why}: name the file of its lines")
+    return path
+
+
 DataOption = Annotated[
     Path,
     typer.Option(
         "--data",
+        callback=_no_data_set,
         metavar="DATA",
         help="Tasks, conversations or preferences: JSON lines, JSON, Parquet, CSV, or a folder.",
     ),

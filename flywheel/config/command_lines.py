@@ -1,0 +1,175 @@
+"""What becomes of a command line of AgentJet, ASTuner or SAGE: Flywheel's command line, and a row for each option.
+
+Options are names of tables as the keys of files are. `flywheel docs agentjet` and `flywheel docs sage` say what each
+becomes. Nothing is read or run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.config.foreign import Row, Table
+from flywheel.config.sage import PPO
+from flywheel.config.training import SAGE_CLASSES
+from flywheel.errors import ConfigError
+
+COMMAND: Final = "flywheel"
+"""In place of an option of Flywheel's: its command."""
+LAUNCHER: Final = Table(
+    "agentjet",
+    {"backbone": COMMAND, "conf": "-c"},
+    made={COMMAND: lambda values: "round --debug" if values["backbone"] == "debug" else "run"},
+    only={},
+    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for clients that run them")},
+    unused={
+        "with-ray with-ray-cluster": "a round starts a Ray of its own, or uses that of `ray.address`",
+        "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
+            "no service of an environment is started: start it before the workflow asks it",
+        "with-logview": "`flywheel rollouts` shows rollouts, and `flywheel run --web` serves pages",
+        "exp-dir": "`state.dir` has the files of rounds",
+        "debug db bp breakpoint": "workflows run in processes of their own, which wait for no debugger",
+        "skip-check-avail-gpu": "no start waits for free GPUs; `flywheel doctor` looks at them",
+        "kill autokill": "nothing is ever killed by name: a round ends the processes that it started",
+        "reboot": "AgentJet does nothing with it either",
+    },
+    refuses_close=True,
+)  # fmt: skip
+AGENT: Final = Table(
+    "sage",
+    {
+        "command": COMMAND, "model": "--model", "sft-model": "--sft-model", "base-model": "--base-model",
+        "data": "--data", "benchmark": "--benchmark", "output": "--output", "epochs": "--epochs", "beta": "--beta",
+        "batch-size": "--batch-size", "learning-rate": "--learning-rate", "max-length": "--max-length",
+        "num-samples": "--num-samples", "metrics": "--metrics", "config": "-c",
+    },
+    made={},
+    only={},
+    refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
+    unused={
+        "algorithm": "it chooses the command",
+        "task-weights": "classes of `flywheel train --task-weights` are by structure, not by words; the nearest are "
+        + ", ".join(f"{near} for {name}" for name, near in SAGE_CLASSES.items()),
+    },
+    refuses_close=True,
+)  # fmt: skip
+LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
+"""What the launcher does without an option that Flywheel's line must have; empty where it does nothing."""
+_TRAINING: Final = {"base-model": "Qwen/Qwen2.5-7B-Instruct", "data": "", "output": ""}
+ASSUMED: Final[Mapping[str, Mapping[str, str]]] = {
+    "train sft": _TRAINING, "train dpo": _TRAINING, "train grpo": _TRAINING, "train ppo": {},
+    "evaluate": {"model": "", "benchmark": ""},
+}  # fmt: skip
+"""The same for each command of SAGE's."""
+DATA_SET: Final = re.compile(r"[\w-]+:\w+")
+"""A name and a split, as SAGE's registry of data has them."""
+PROGRAM: Final = re.compile(r"(.*/)?(ajet|astuner|launcher\.py|sage-dev)|(ajet|astuner)(\.cli)?\.launcher")
+REST: Final = re.compile(r"\d?[<>|&;].*")
+"""A word of a shell with which the options of a command end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """What becomes of another program's command line."""
+
+    program: str
+    page: str
+    """Of `flywheel docs`."""
+    rows: list[Row]
+    """Of each option, with its name as the place, and of what the program does without one, with an empty place.
+    Flywheel's key is an option, or `COMMAND`."""
+    lines: list[str]
+    """Flywheel's, with a word in capitals for each value that is missing; none for a refused command."""
+    file: Path | None
+    """The configuration that it names."""
+
+    @property
+    def refused(self) -> list[Row]:
+        return [row for row in self.rows if row.outcome == "refused"]
+
+
+def data_set(name: str) -> str:
+    """What to say of a data set of SAGE's (`agent_sft:train`) where a file is wanted; empty for other names, and if
+    there is such a file."""
+    is_one = DATA_SET.fullmatch(name) and not os.path.exists(name)  # noqa: PTH110 - False if it is too long
+    return f"{name} is a data set of SAGE's, not a file" if is_one else ""
+
+
+def translated(text: str, settings: Path | None = None) -> Translated:
+    """What becomes of a command line as a shell has it, also behind other commands and variables. Flywheel's line
+    names the file `settings`, if it is given, in place of the other program's configuration. Raises ConfigError for
+    what is no command line of these programs."""
+    why = "it has no ajet, astuner, launcher.py or sage-dev"
+    try:
+        words = shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        words, why = [], str(error)
+    for at, word in enumerate(words):
+        if PROGRAM.fullmatch(word):
+            return of_words(word, [*takewhile(lambda word: not REST.fullmatch(word), words[at + 1 :])], settings)
+    raise ConfigError("translate a command line", why, "Write it as for a shell.")
+
+
+def of_words(program: str, words: Sequence[str], settings: Path | None = None) -> Translated:
+    """What becomes of the words of a command line behind its program."""
+    name, table, typed = "SAGE", AGENT, [*takewhile(lambda word: not word.startswith("-"), words)]
+    if not program.endswith("sage-dev"):
+        name, table, typed = "ASTuner" if "astuner" in program else "AgentJet", LAUNCHER, []
+    found = [*_options(words[len(typed) :])]
+    given = {key: value for _, key, value in found}
+    place = command = " ".join(typed[1:])
+    if command == "train rl":
+        command = f"train {given.get('algorithm', 'dpo')}"
+    assumed = LAUNCHED if table is LAUNCHER else ASSUMED.get(command) if typed[:1] == ["agent"] else None
+    if assumed is None:
+        typed = ["sage-dev", *typed]
+        why, hint = f"Flywheel has nothing like `{shlex.join(typed)}`", "It has `train sft|dpo|grpo` and `evaluate`."
+        return Translated(name, table.page, [Row(shlex.join(typed), None, "refused", why=why, hint=hint)], [], None)
+    if command:
+        found.append((place, "ppo" if command == "train ppo" else "command", command))
+    for key, value in assumed.items():
+        if key not in given and not (key == "base-model" and "sft-model" in given):
+            found.append(("" if value else f"--{key}", key, value))
+    rows = [_filled(row) for row in table.rows(found)]
+    made = {row.use: row.made for row in rows if row.use}
+    file = made.get("-c")
+    if settings is not None and file is not None:
+        made["-c"] = settings
+    options = shlex.join(str(each) for use in made if use != COMMAND for each in (use, made[use]))
+    lines = [f"flywheel {made[COMMAND]} {options}"] if COMMAND in made else []
+    return Translated(name, table.page, rows, lines, Path(file) if file else None)
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Each option as it is written, its name, and its value, which is True if it has none. Any other word is one
+    without a value."""
+    for before, word, after in zip(["=", *words], words, [*words[1:], "--"], strict=False):
+        option, mark, value = word.partition("=")
+        if word.startswith("--"):
+            yield option, option[2:], value if mark else after.startswith("--") or after
+        elif "=" in before or not before.startswith("--"):
+            yield word, word, True
+
+
+def _filled(row: Row) -> Row:
+    """The row, refused where its value is missing or a data set, with a word to fill in."""
+    is_data = row.use in ("--data", "--benchmark")
+    why = f"`{row.place}` is missing" if row.made in ("", True) else data_set(row.made) if is_data else ""
+    word = "FILE" if row.use == "-c" else row.use.lstrip("-").upper()
+    return row._replace(outcome="refused", made=word, why=why, hint=f"Fill in {word}.") if why else row
+
+
+def instead_of(words: Sequence[str]) -> str:
+    """What to type instead of words behind `flywheel` that are of another program's command line."""
+    found = of_words("ajet", words)
+    if not words[0].startswith("-"):
+        found = of_words("sage-dev", words if words[0] == "agent" else ["agent", *words])
+    if not found.lines:
+        return f"{found.refused[0].why}. {found.refused[0].hint}"
+    return f"this is a command line of {found.program}. Use `{found.lines[0]}`."
