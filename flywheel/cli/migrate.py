@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flywheel.cli.app import JsonOption, app, print_json, run_async, user_path
-from flywheel.cli.settings import WIDE, masked, text_of
+from flywheel.cli.settings import MAX_SHOWN, WIDE, masked, text_of
 from flywheel.cli.tables import Row, forecast_text, print_rows, stdout
 from flywheel.errors import EXIT_FAILED
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import foreign
@@ -46,7 +46,7 @@ def migrate(
     made = None if file is None else migrated(file, output or Path())
     rows = [*(line.rows if line else ()), *(made.rows if made else ())]
     refused = [row for row in rows if row.outcome == "refused"]
-    written = write(made.files, output) if made and output else []
+    written = write(made.files, output) if made and made.files and output else []
     expected, unread = None, list[str]()
     if made is not None and made.config is not None and not refused:
         expected, unread = run_async(forecast_of_sources(made.config))
@@ -69,7 +69,8 @@ def migrate(
         said += [forecast_text(expected)] if expected else []
         said += [f"no forecast: {why}" for why in unread]
         said += [f"{quantity(len(refused), 'setting')} refused or missing:"] if refused else []
-        said += [f"  {row.why.rstrip('.')}. {_remedy(row, written)}" for row in refused]
+        said += [f"  {row.why.rstrip('.')}. {row.hint}" for row in refused]
+        said += [f"Fill in {row.use} in {written[-1]}." for row in refused if written]
         for each in said:
             typer.echo(escape_terminal(each, one_line=True))
     if refused:
@@ -80,18 +81,6 @@ def _row(row: foreign.Row) -> Row:
     is_changed = row.sets and row.made != row.value and not isinstance(row.made, dict)
     here = f"{row.use}: {text_of(masked(row.made))}" if is_changed else row.use if row.sets else ""
     said = [here, row.why, f"({row.note})" if row.note and row.note != row.why else ""]
-    value = "–" if row.value is None else text_of(masked(row.value))
+    value = "–" if row.value is None else excerpt(text_of(masked(row.value)), MAX_SHOWN)
     cells = (row.place or "(not set)", value, row.outcome, "; ".join(filter(None, said[:2])) + said[2])
     return Row([escape_terminal(each, one_line=True) for each in cells])
-
-
-def _remedy(row: foreign.Row, written: list[Path]) -> str:
-    """What to do about a refused setting; for a missing one, the line to fill in."""
-    if row.value is not None or not row.use:
-        return row.hint
-    if written:
-        return f"Fill in {row.use} in {written[-1]}."
-    line = "…"
-    for key in reversed(row.place.split(".")):
-        line = f"{{{key}: {line}}}"
-    return f"Fill in: {line[1:-1]}"

@@ -9,6 +9,7 @@ import ast
 import os
 import pprint
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ CLASSES: Final[Mapping[str, str]] = {
 """SAGE's classes of options, and where a YAML file has these."""
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
-PROGRAM: Final = '''"""Train as a file of Trinity-RFT says: python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]."""
+PROGRAM: Final = '''"""A round of a Trinity-RFT file: `python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]`."""
 
 import sys
 
@@ -113,9 +114,13 @@ def migrated(file: Path, folder: Path) -> Migration:
     if found.page == TRINITY.page:
         return Migration(found.program, rows, None, {SCRIPT: _script(found)})
     config = parse(raw, str(file), file.parent, file=file, document=document)
-    parts, keys = _filters(raw, config, folder := folder.absolute())
+    parts, more = _filters(raw, config, folder := folder.absolute())
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
-    return Migration(found.program, [*rows, *keys], None if is_unfinished else config, files)
+    rows = [
+        row._replace(outcome="replaced by", made=CHAIN) if row.use == "filter.chain" and parts else row
+        for row in rows
+    ]
+    return Migration(found.program, [*rows, *more], None if is_unfinished else config, files)
 
 
 def _of_python(file: Path, attempted: str) -> dict[str, Any]:
@@ -173,26 +178,31 @@ def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder:
 
 
 def _filters(raw: Mapping[str, Any], config: Config, folder: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The chain of AgentJet's file and the rubric that is in it, by the names of their files, and rows of keys."""
+    """The chain of AgentJet's file and the rubric that is in it, by the names of their files, and the rows of what
+    is in the filters."""
     if config.project is None or config.filter.chain != config.file:
         return {}, []
     parts, rows, chain = dict[str, Any](), list[Row](), agentjet.filters_in(raw)
+    section = agentjet.section_in(raw)[0]
     for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries_of(config), strict=True)):
-        params = {key: value for key, value in given.get("params", {}).items() if value is not None}
+        place, params = f"{section}.filters.{at}.params", given.get("params", {})
+        key = params.get("api_key")
+        params = {name: value for name, value in without_secrets(params).items() if value is not None}
         if isinstance(read, PythonFile):
             path = config.project.folder / Path(read.path).expanduser()
             params["path"] = _from(str(path), (folder / CHAIN).parent)
         if isinstance(read, LlmEvaluate) and read.custom_rubrics is not None:
             criteria = [*AGENTJET_CRITERIA] if read.builtin else []
             parts[RUBRIC] = {"id": chain["id"], "custom_rubrics": read.custom_rubrics, "criteria": criteria}
-            params = {key: value for key, value in params.items() if key not in ("custom_rubrics", "builtin")}
+            text = f"{place}.custom_rubrics", read.custom_rubrics
+            rows.append(Row(*text, "replaced by", "filter.rubric", RUBRIC))
+            params = {name: value for name, value in params.items() if name not in ("custom_rubrics", "builtin")}
             if config.judge.temperature is None:
                 params.setdefault("temperature", AGENTJET_TEMPERATURE)
-        if key := params.pop("api_key", None):
+        if key:
             name = variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
-            params["api_key_env"], where = name, f"filters.{at}.params.api_key"
-            place, why = f"{agentjet.section_in(raw)[0]}.{where}", f"files have no keys: ${name} is to have it"
-            rows.append(Row(place, f"${name}", "replaced by", f"{where}_env", name, why))
+            params["api_key_env"], why = name, f"files have no keys: ${name} is to have it"
+            rows.append(Row(f"{place}.api_key", f"${name}", "replaced by", f"api_key_env in {CHAIN}", name, why))
         chain["filters"][at] = {**given, "params": params}
     return {**parts, CHAIN: chain}, rows
 
@@ -224,8 +234,8 @@ def _script(found: Translation) -> str:
     made = merged({"train_dataset": {"total_epochs": EPOCHS}}, found.settings)
     fit_engines(made.setdefault("rollout", {}), found.rows, SCRIPT)
     for place, value in leaves(made):
-        if place.endswith((".path", ".base")) and os.path.exists(value):  # noqa: PTH110 - False for other names
-            made = GivenSetting(place, os.path.abspath(value)).put_into(made)
+        if place.endswith((".path", ".base")) and os.path.exists(str(value)):  # noqa: PTH110 - False for other names
+            made = GivenSetting(place, str(Path(value).absolute())).put_into(made)
     return PROGRAM.replace("{}", pprint.pformat(made, width=100, sort_dicts=False), 1)
 
 
@@ -245,25 +255,22 @@ def _yaml(content: Any, notes: Mapping[str, str] | None = None) -> str:
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:
     """Write files into a folder: all of them, or none. Raises ExportError, also for one that is there.
 
-    Each appears whole, the last one when all others are there: until then those that a killed process has written are
-    no obstacle.
+    The last one appears when all others are there: until then, those of a process that was killed are no obstacle.
     """
-    targets, written = {folder / name: text for name, text in files.items()}, list[Path]()
+    targets = {folder / name: text for name, text in files.items()}
     try:
         for path, text in targets.items():
             is_last = path.name in (SETTINGS, SCRIPT)
             if os.path.lexists(path) and (is_last or not path.is_file() or path.read_text() != text):
                 raise ExportError(f"write {path}", "it exists", "Nothing was written: name another directory.")
-        for path, text in targets.items():
+        for path in targets:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                written.append(path)
-                write_atomic(path, text.encode())
-    except BaseException as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise ExportError(f"write to {folder}", why, "Nothing was written: name another directory.") from error
-        raise
+        with tempfile.TemporaryDirectory(prefix=".migrate-", dir=folder) as made:
+            for number, text in enumerate(files.values()):
+                write_atomic(Path(made, str(number)), text.encode())
+            for number, path in enumerate(targets):
+                Path(made, str(number)).replace(path)
+    except OSError as error:
+        hint = "Nothing was written: name another directory."
+        raise ExportError(f"write to {folder}", error.strerror or str(error), hint) from error
     return [*targets]
