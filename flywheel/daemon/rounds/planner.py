@@ -286,7 +286,8 @@ def _spec(
             "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
     if trains and config.training.prompts_per_step > (most := len(tasks.train)):
-        log.info("each step asks all %d tasks, not %d as configured", most, config.training.prompts_per_step)
+        asked = config.training.prompts_per_step
+        log.info("each step asks all %d tasks: training.prompts_per_step is %d", most, asked)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
     own = {

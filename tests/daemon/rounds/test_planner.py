@@ -112,7 +112,7 @@ async def test_a_debug_round_has_the_number_of_prompts_of_its_own(tmp_path: Path
 
 async def test_a_step_has_at_most_the_tasks_that_there_are(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 9, 1)
-    config = round_config(tmp_path, training={"prompts_per_step": 240})
+    config = round_config(tmp_path, training={"prompts_per_step": 240, "group_size": 4})
     for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
 
