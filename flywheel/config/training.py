@@ -301,7 +301,7 @@ class TrainingSettings(Section):
     steps: int = Field(default=50, gt=0)
     """Number of steps of a round; each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
-    """Number of different prompts per step."""
+    """Number of different prompts per step, at most the tasks of the round."""
     group_size: int = Field(default=8, ge=4)
     """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
     rewards within 0.02 (times `rollout.reward.range`), is not trained on."""
