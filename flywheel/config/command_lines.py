@@ -19,6 +19,7 @@ from flywheel.config.foreign import Row, Table
 from flywheel.config.sage import PPO
 from flywheel.config.training import SAGE_CLASSES
 from flywheel.errors import ConfigError
+from flywheel.secrets import REDACTED, without_secrets
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
@@ -147,12 +148,13 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Each option as it is written, its name, and its value, which is True if it has none. Any other word is one
-    without a value."""
+    """Each option as it is written, its name, and its value, which is True if it has none, and never a key. Any other
+    word is an option without a value."""
     for before, word, after in zip(["=", *words], words, [*words[1:], "--"], strict=False):
         option, mark, value = word.partition("=")
         if word.startswith("--"):
-            yield option, option[2:], value if mark else after.startswith("--") or after
+            shown = without_secrets(value if mark else after.startswith("--") or after, option.replace("-", "_"))
+            yield option, option[2:], REDACTED if shown is None else shown
         elif "=" in before or not before.startswith("--"):
             yield word, word, True
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flywheel.cli.app import MODULES, app
 from flywheel.config.command_lines import AGENT, ASSUMED, LAUNCHER, Translated, data_set, translated
 from flywheel.errors import ConfigError
+from flywheel.secrets import REDACTED
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SFT = """sage-dev agent train sft \\
@@ -79,6 +80,7 @@ def lines_of(found: Translated) -> str | None:
 def test_a_command_line_becomes_flywheels(text: str) -> None:
     found = translated(text)
     assert (lines_of(found), found.refused) == (LINES[text], [])
+    assert not [row for row in found.rows if "nothing like it" in row.why]
     assert found.file == (Path(shlex.split(LINES[text])[-1]) if found.page == "agentjet" else None)
     assert found.program == ("SAGE" if "sage" in text else "ASTuner" if "astuner" in text else "AgentJet")
 
@@ -120,6 +122,13 @@ def test_each_line_has_a_command_and_options_that_flywheel_has() -> None:
 def test_the_line_can_name_another_file_of_settings() -> None:
     found = translated("ajet --conf a.yaml", Path("out/flywheel.yaml"))
     assert (lines_of(found), found.file) == ("run -c out/flywheel.yaml", Path("a.yaml"))
+
+
+def test_a_key_is_in_no_row() -> None:
+    key = "sk-" + "0123456789abcdef" * 2
+    for option in (f"--api-key {key}", f"--api-key={key}", "--hf-token short-one", f"--other {key}"):
+        found = translated(f"ajet --conf a {option}")
+        assert [row.value for row in found.rows if row.outcome == "without effect"] == [REDACTED]
 
 
 def test_a_file_with_the_name_of_a_data_set_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
