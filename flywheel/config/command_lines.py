@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ LAUNCHER: Final = Table(
     {"backbone": COMMAND, "conf": "-c"},
     made={COMMAND: lambda values: "round --debug" if values["backbone"] == "debug" else "run"},
     only={},
-    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for clients that run them")},
+    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for agents that run elsewhere")},
     unused={
         "with-ray with-ray-cluster": "a round starts a Ray of its own, or uses that of `ray.address`",
         "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
@@ -42,14 +42,14 @@ LAUNCHER: Final = Table(
     },
     refuses_close=True,
 )  # fmt: skip
+SAME: Final = (
+    "model sft-model base-model data benchmark output epochs batch-size learning-rate max-length beta num-samples "
+    "metrics"
+)
+"""The options of SAGE's commands that Flywheel's have, too."""
 AGENT: Final = Table(
     "sage",
-    {
-        "command": COMMAND, "model": "--model", "sft-model": "--sft-model", "base-model": "--base-model",
-        "data": "--data", "benchmark": "--benchmark", "output": "--output", "epochs": "--epochs", "beta": "--beta",
-        "batch-size": "--batch-size", "learning-rate": "--learning-rate", "max-length": "--max-length",
-        "num-samples": "--num-samples", "metrics": "--metrics", "config": "-c",
-    },
+    {"command": COMMAND, "config": "-c", **{name: f"--{name}" for name in SAME.split()}},
     made={},
     only={},
     refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
@@ -59,7 +59,7 @@ AGENT: Final = Table(
         + ", ".join(f"{near} for {name}" for name, near in SAGE_CLASSES.items()),
     },
     refuses_close=True,
-)  # fmt: skip
+)
 LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
 """What the launcher does without an option that Flywheel's line must have; empty where it does nothing."""
 _TRAINING: Final = {"base-model": "Qwen/Qwen2.5-7B-Instruct", "data": "", "output": ""}
@@ -72,7 +72,7 @@ DATA_SET: Final = re.compile(r"[\w-]+:\w+")
 """A name and a split, as SAGE's registry of data has them."""
 PROGRAM: Final = re.compile(r"(.*/)?(ajet|astuner|launcher\.py|sage-dev)|(ajet|astuner)(\.cli)?\.launcher")
 REST: Final = re.compile(r"\d?[<>|&;].*")
-"""A word of a shell with which the options of a command end."""
+"""A word of a shell with which a command ends, or its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,17 @@ def translated(text: str, settings: Path | None = None) -> Translated:
     """What becomes of a command line as a shell has it, also behind other commands and variables. Flywheel's line
     names the file `settings`, if it is given, in place of the other program's configuration. Raises ConfigError for
     what is no command line of these programs."""
-    why = "it has no ajet, astuner, launcher.py or sage-dev"
+    attempted, hint = "translate a command line", "Write one as for a shell."
     try:
-        words = shlex.split(text.replace("\\\n", " "))
+        words = shlex.split(text.replace("\\\n", " ").replace("\n", " ; "))
     except ValueError as error:
-        words, why = [], str(error)
-    for at, word in enumerate(words):
-        if PROGRAM.fullmatch(word):
-            return of_words(word, [*takewhile(lambda word: not REST.fullmatch(word), words[at + 1 :])], settings)
-    raise ConfigError("translate a command line", why, "Write it as for a shell.")
+        raise ConfigError(attempted, str(error), hint) from None
+    parts = [[*part] for _, part in groupby(words, lambda word: bool(REST.fullmatch(word)))]
+    found = [part[at:] for part in parts for at, word in enumerate(part) if PROGRAM.fullmatch(word)]
+    if len(found) != 1:
+        why = f"its programs are {len(found)} of ajet, astuner, launcher.py and sage-dev, not one"
+        raise ConfigError(attempted, why, hint)
+    return of_words(found[0][0], found[0][1:], settings)
 
 
 def of_words(program: str, words: Sequence[str], settings: Path | None = None) -> Translated:

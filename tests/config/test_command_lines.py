@@ -43,7 +43,7 @@ LINES = {
 REFUSED = {
     "ajet --backbone debug": ("`--conf` is missing. Fill in FILE.", "round --debug -c FILE"),
     "ajet --conf": ("`--conf` is missing. Fill in FILE.", "run -c FILE"),
-    "ajet --conf a --swarm-server": ("`--swarm-server` is for clients that run them. Write the agent", "run -c a"),
+    "ajet --conf a --swarm-server": ("`--swarm-server` is for agents that run elsewhere. Write", "run -c a"),
     "ajet --conf a --backbonne debug": (
         "unknown key `--backbonne` (did you mean `backbone`?). Correct it",
         "run -c a",
@@ -139,9 +139,9 @@ def test_a_file_with_the_name_of_a_data_set_is_one(tmp_path: Path, monkeypatch: 
     assert not data_set("agent_sft:train")
 
 
-@pytest.mark.parametrize("text", ["", "trinity run --config x.yaml", "ajet 'open", "x.yaml"])
-def test_what_is_no_command_line_of_these_programs_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^cannot translate a command line: .*Write it as for a shell\.$"):
+@pytest.mark.parametrize("text", ["", "trinity run --config x", "ajet 'open", "ajet --kill ray\najet --conf a"])
+def test_what_is_not_one_command_line_of_these_programs_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot translate a command line: .*Write one as for a shell\.$"):
         translated(text)
 
 
