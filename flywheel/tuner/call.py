@@ -134,7 +134,7 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    rows, own = rows_of(raw, Config.model_fields.keys())
+    rows, own = rows_of(raw)
     # A file may have the same setting by both names: Flywheel's wins.
     origins = {row.use: row.place for row in rows if row.use and not has(own, row.use)}
     return _Read(merged(settings_of(rows, name), own), name, folder, is_trinitys(raw), origins)

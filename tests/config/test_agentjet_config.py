@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import agentjet, foreign
+from flywheel.config import agentjet
 from flywheel.config.file import Config, load
 from flywheel.config.ingest import DatasetSettings, JsonlSource, ModelFilter, StudioSource
 from flywheel.config.section import merged
 from flywheel.config.training import AgentProgramSettings
+from flywheel.config.translation import translate
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
@@ -162,11 +163,9 @@ def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, roo
 
 def translated(settings: dict[str, Any], **own: Any) -> Any:
     raw = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {}, **settings}, **own}
-    sections = Config.model_fields.keys()
-    rows = agentjet.rows_of(raw, sections, None)
-    return agentjet.settings_of(
-        raw, foreign.applied(rows, "use a.yaml", "a.yaml", "agentjet"), rows, sections, "a.yaml"
-    )[0]
+    found = translate(raw, None)
+    found.check("use a.yaml", "a.yaml")
+    return found.settings
 
 
 @pytest.mark.parametrize(
