@@ -6,6 +6,7 @@ becomes. Nothing is read or run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,9 +18,10 @@ from typing import Any, Final
 
 from flywheel.config.foreign import Row, Table
 from flywheel.config.sage import PPO
-from flywheel.config.training import SAGE_CLASSES
+from flywheel.config.translation import translate
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED, without_secrets
+from flywheel.system.yaml_file import yaml_value
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
@@ -42,10 +44,7 @@ LAUNCHER: Final = Table(
     },
     refuses_close=True,
 )  # fmt: skip
-SAME: Final = (
-    "model sft-model base-model data benchmark output epochs batch-size learning-rate max-length beta num-samples "
-    "metrics"
-)
+SAME: Final = "model sft-model base-model data benchmark output epochs beta num-samples metrics"
 """The options of SAGE's commands that Flywheel's have, too."""
 AGENT: Final = Table(
     "sage",
@@ -53,11 +52,7 @@ AGENT: Final = Table(
     made={},
     only={},
     refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
-    unused={
-        "algorithm": "it chooses the command",
-        "task-weights": "classes of `flywheel train --task-weights` are by structure, not by words; the nearest are "
-        + ", ".join(f"{near} for {name}" for name, near in SAGE_CLASSES.items()),
-    },
+    unused={"algorithm": "it chooses the command"},
     refuses_close=True,
 )
 LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
@@ -139,13 +134,17 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     for key, value in assumed.items():
         if key not in given and not (key == "base-model" and "sft-model" in given):
             found.append(("" if value else f"--{key}", key, value))
-    rows = [_filled(row) for row in table.rows(found)]
+    of_class = [*_of_class(command, found)] if "output" in assumed else []
+    places = [row.place for row in of_class]
+    rows = [_filled(row) for row in table.rows(each for each in found if each[0] not in places)]
     made = {row.use: row.made for row in rows if row.use}
     file = made.get("-c")
     if settings is not None and file is not None:
         made["-c"] = settings
-    options = shlex.join(str(each) for use in made if use != COMMAND for each in (use, made[use]))
-    lines = [f"flywheel {made[COMMAND]} {options}"] if COMMAND in made else []
+    options = [str(each) for use in made if use != COMMAND for each in (use, made[use])]
+    options += (each for row in of_class if row.sets for each in ("--set", f"{row.use}={json.dumps(row.made)}"))
+    lines = [f"flywheel {made[COMMAND]} {shlex.join(options)}"] if COMMAND in made else []
+    rows += of_class
     return Translated(name, table.page, rows, lines, Path(file) if file else None)
 
 
@@ -159,6 +158,21 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
             yield option, option[2:], REDACTED if shown is None else shown
         elif "=" in before or not before.startswith("--"):
             yield word, word, True
+
+
+def _of_class(command: str, found: Sequence[tuple[str, str, Any]]) -> Iterator[Row]:
+    """The rows of options of SAGE's class for a command that have no option of the same name here, as its file has
+    them. Raises ConfigError for what is no value."""
+    of, stage = ("sft_config", {}) if command == "train sft" else ("rl_config", {"algorithm": command.split()[1]})
+    places, values = dict[str, str](), dict[str, Any]()
+    for place, key, value in found:
+        name = key.replace("-", "_")
+        if key not in AGENT.names and not AGENT.meant_by(key):
+            places[f"{of}.{name}"] = place
+            values[name] = yaml_value(str(value), f"use {place}", "Correct it.")
+    for row in translate({of: {**stage, **values}}, None).rows:
+        if place := places.get(row.place):
+            yield row._replace(place=place, why=row.why.replace(f"`{row.place}`", f"`{place}`"))
 
 
 def _filled(row: Row) -> Row:
