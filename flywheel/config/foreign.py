@@ -155,6 +155,9 @@ class Table:
 
     def _unused(self, place: str, key: str, value: Any) -> Row:
         meant = self.meant_by(key)
+        if f"{key}.".startswith(self.closed) and any(name.startswith(f"{key}.") for name in self.names):
+            why = f"`{place}` is a {type(value).__name__}, not a mapping"
+            return Row(place, value, "refused", why=why, hint="Correct it.")
         if (key.startswith(self.closed) and not self.reason(key)) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
             names = (name for name in dict.fromkeys((*self.uses, *self.only)) if name.startswith(f"{above}."))

@@ -8,8 +8,8 @@ the root, as those of `TrainingPipelineConfig` do. They become stages of a round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 import yaml
 
@@ -28,7 +28,7 @@ CLASSES: Final[Mapping[str, str]] = {
     **dict.fromkeys(PRESETS, "sft_config"),
 }  # fmt: skip
 """Sections of a file, and the class of SAGE's whose options each has."""
-STAGE_OF: Final = {"dpo_config": "dpo", "grpo_config": "grpo", "ppo_config": "ppo"}
+STAGE_OF: Final = {"rl_config.dpo_config": "dpo", "rl_config.grpo_config": "grpo", "rl_config.ppo_config": "ppo"}
 ESTIMATOR: Final = "trainer_common.algorithm.adv_estimator"
 """The key of ASTuner's trainer that names a stage."""
 PPO: Final = (
@@ -40,11 +40,15 @@ RUBRIC: Final = "rubrics/agent-reward.yaml"
 RANK: Final = "serving.max_lora_rank"
 SERVED: Final = ServingSettings().max_lora_rank
 """The rank that is served without that setting."""
+SMALL: Final = 1e-6
+"""Above the weights of criteria that only reject."""
+NO_PART: Final = "hallucination"
+"""A penalty that `format_error` has here."""
 WARM_UP: Final = 1000
 """Samples of a warm-up that does not say how many."""
 LINES: Final = (".jsonl", ".ndjson")
 USED: Final[Mapping[str, str]] = {
-    "algorithm run_warmup run_sft run_rl warmup.enabled warmup.samples": "training.stages",
+    "class rl_config.algorithm run_warmup run_sft run_rl warmup.enabled warmup.samples": "training.stages",
     "seed sft_config.seed": "training.seed",
     "wandb_project": "tracking.project",
     "reward_config.weights reward_config.penalties reward_config.timeout_seconds": "filter.rubric",
@@ -69,29 +73,36 @@ USED: Final[Mapping[str, str]] = {
     "sft_config.lr_scheduler": "training.sft.scheduler",
     "sft_config.save_steps": "training.save_steps",
     "sft_config.report_to": "tracking.report_to",
-    "dpo_config.beta": "training.dpo.beta",
-    "dpo_config.label_smoothing": "training.dpo.label_smoothing",
-    "dpo_config.loss_type": "training.dpo.loss_type",
-    "grpo_config.beta": "training.beta",
-    "rl_config.num_samples_per_prompt grpo_config.group_size": "training.group_size",
-    "dpo.num_epochs": "training.dpo.epochs",
-    "dpo.batch_size dpo.gradient_accumulation": "training.dpo.batch_size",
-    "dpo.learning_rate": "training.dpo.learning_rate",
+    "rl_config.dpo_config.beta": "training.dpo.beta",
+    "rl_config.dpo_config.label_smoothing": "training.dpo.label_smoothing",
+    "rl_config.dpo_config.loss_type": "training.dpo.loss_type",
+    "rl_config.grpo_config.beta": "training.beta",
+    "rl_config.num_samples_per_prompt rl_config.grpo_config.group_size": "training.group_size",
+    "rl_config.num_epochs": "training.dpo.epochs",
+    "rl_config.batch_size rl_config.gradient_accumulation": "training.dpo.batch_size",
+    "rl_config.learning_rate": "training.dpo.learning_rate",
     "grpo.learning_rate": "training.learning_rate",
 }  # fmt: skip
-"""Flywheel's keys. `dpo` and `grpo` stand for `rl_config`, whose options are of the stage that `algorithm` names."""
+"""Flywheel's keys. `grpo` stands for `rl_config` where an option has another meaning with that stage, and `class` for
+what names a stage where `algorithm` does not."""
 ONLY: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "dpo_config.reference_free": (
+    "rl_config.dpo_config.reference_free": (
         (False,),
         "the reference is always the policy that the stage starts from: without it, nothing keeps the trained one"
         " near",
     ),
-    "grpo_config.use_advantage": ((True,), "the loss of GRPO is made of advantages"),
+    "rl_config.grpo_config.use_advantage": ((True,), "the loss of GRPO is made of advantages"),
+    "rl_config.algorithm": (("dpo", "grpo"), "of SAGE's stages of RL, a round has these"),
     "sft_config.lr_scheduler": (("linear", "cosine", "constant"), "learning rates here have no other course"),
     "sft_config.use_dora": ((False,), "vLLM cannot serve DoRA"),
     "sft_config.use_lora_plus": ((False,), "both matrices have one learning rate"),
 }
 REFUSED: Final[Mapping[str, tuple[str, str]]] = {
+    "rl_config.algorithm=ppo rl_config.algorithm=gae": ("Use `training.stages: [grpo]`, or remove it.", PPO),
+    "num_epochs batch_size gradient_accumulation learning_rate output_dir": (
+        "Put it below `sft_config` or `rl_config`.",
+        "an option of two classes of SAGE",
+    ),
     "rl_config.sft_model_path": (
         "Remove it, and train both stages in one round: `training.stages: [sft, dpo]`.",
         "an adapter to go on from: a round goes on from the deployed one, and each stage from the stage before",
@@ -131,15 +142,17 @@ Values = Mapping[str, Any]
 
 
 def _stages(values: Values) -> list[Any] | Refusal:
-    made = [*(["sft"] if values["sft"] else []), *([values["rl"]] if values["rl"] else [])]
-    if not made and ("run_sft" in values or "run_rl" in values):
+    if not values["stages"] and ("run_sft" in values or "run_rl" in values):
         return Refusal("no stage is left to train", "Switch one on, or remove it.")
     warm_up = {"sft": {"samples": values.get("warmup.samples", WARM_UP), "epochs": 1}}
-    return [*([warm_up] if values["warm_up"] else []), *(made or ["grpo"])]
+    has_one = values.get("run_warmup", values.get("warmup.enabled", False))
+    return [*([warm_up] if has_one else []), *(values["stages"] or ["grpo"])]
 
 
 def _sources(values: Values) -> Any:
     train, held_out = (values.get(f"sft_config.{name}_data") for name in ("train", "dev"))
+    if train is None:
+        return Without("without `train_data`, conversations are held out of the same sources")
     if not str(train).endswith(LINES):
         hint = "Write its dialogs to a file of JSON lines, and name it, or set `sources`."
         return Refusal(f"{train} is a data set of SAGE's package, which Flywheel does not read", hint)
@@ -214,18 +227,17 @@ def _warmup_steps(values: Values) -> Any:
 
 def _rubric(values: Values) -> Any:
     """The name of the rubric, if its numbers can be used."""
-    known = _shipped()
-    for name, sign in (("weights", 1), ("penalties", -1)):
-        given = values.get(f"reward_config.{name}", {})
-        if not isinstance(given, Mapping) or not all(type(each) in (int, float) for each in given.values()):
-            return Refusal(f"`{name}` is no mapping to numbers", "Correct it.")
-        possible = [each["id"] for each in known["criteria"] if each["weight"] * sign > 1e-6]
-        if wrong := [each for each in given if each not in possible and (sign > 0 or each != "hallucination")]:
-            return Refusal(f"there is no {wrong[0]}", f"These can have a number: {', '.join(possible)}.")
-        if wrong := [each for each, number in given.items() if number * sign < 0]:
-            return Refusal(f"{wrong[0]} has the wrong sign", "Weights are above 0, and penalties below.")
+    for name, possible in _parts().items():
+        given, sign = values.get(f"reward_config.{name}", {}), 1 if name == "weights" else -1
+        if not isinstance(given, Mapping):
+            return Refusal(f"`{name}` is no mapping", "Correct it.")
+        for part, number in given.items():
+            if part not in possible and part != NO_PART:
+                return Refusal(f"there is no {part}", f"These can have a number: {', '.join(possible)}.")
+            if type(number) not in (int, float) or number * sign < 0:
+                return Refusal(f"{part} is {number}", "A weight is a number from 0 on, a penalty one up to 0.")
     total = sum(values.get("reward_config.weights", {}).values()) or 1
-    if abs(total - 1) > 1e-6:
+    if abs(total - 1) > SMALL:
         return Refusal(f"`weights` add up to {total:g}", "Let them add up to 1: a score is divided by their sum.")
     return RUBRIC
 
@@ -244,14 +256,14 @@ SAGE: Final = Table(
         "training.coreset": _coreset,
         "training.replay": _replay,
         "training.sft.batch_size": _batch("sft_config", 1, 16),
-        "training.dpo.batch_size": _batch("dpo", 2, 8),
+        "training.dpo.batch_size": _batch("rl_config", 2, 8),
         "training.sft.warmup_steps": _warmup_steps,
         "tracking.report_to": lambda values: [values["sft_config.report_to"]],
     },
     only=ONLY,
     refused=REFUSED,
     unused=UNUSED,
-    closed=("dpo_config.", "grpo_config.", *(f"{name}." for name in CLASSES)),
+    closed=("sft_config.", "rl_config.", "reward_config.", "warmup."),
 )  # fmt: skip
 
 
@@ -260,165 +272,104 @@ def _shipped() -> dict[str, Any]:
     return made
 
 
+def _parts() -> dict[str, list[str]]:
+    """The criteria that can have a number in each section of `reward_config`."""
+    weights = {each["id"]: each["weight"] for each in _shipped()["criteria"]}
+    return {
+        "weights": [part for part, weight in weights.items() if weight > SMALL],
+        "penalties": [part for part, weight in weights.items() if weight < 0],
+    }
+
+
 def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     """The rubric that `reward_config` of a file stands for, by the name of its file: the shipped one with its
-    numbers; none without the section."""
-    given = raw.get("reward_config") if isinstance(raw, Mapping) else None
+    numbers, without parts that have none; empty without the section."""
+    given, made = raw.get("reward_config") if isinstance(raw, Mapping) else None, _shipped()
     if not isinstance(given, Mapping):
         return {}
-    made = _shipped()
-    for name, sign in (("weights", 1), ("penalties", -1)):
-        if isinstance(numbers := given.get(name), Mapping):
-            # A part or penalty that is not named has none. The two criteria that only reject stay.
-            made["criteria"] = [
-                {**each, "weight": numbers[each["id"]]} if each["id"] in numbers else each
-                for each in made["criteria"]
-                if each["weight"] * sign <= 1e-6 or numbers.get(each["id"])
-            ]
-    if seconds := given.get("timeout_seconds"):
-        made["criteria"] = [
-            {**each, "value": seconds} if each["id"] == "timeout" else each for each in made["criteria"]
-        ]
+    numbers = {part: given[name].get(part, 0) for name, parts in _parts().items() if name in given for part in parts}
+    made["criteria"] = [
+        {**each, "weight": numbers.get(each["id"], each["weight"])}
+        for each in made["criteria"]
+        if numbers.get(each["id"], True)
+    ]
+    for each in made["criteria"]:
+        if each["id"] == "timeout" and given.get("timeout_seconds"):
+            each["value"] = given["timeout_seconds"]
     return {RUBRIC: made}
-
-
-class _Found(NamedTuple):
-    """An option in a file: its path there, its name in the table, and its value."""
-
-    place: str
-    key: str
-    value: Any
 
 
 def rows_of(raw: Mapping[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     """The rows of such options, and the file without them."""
-    found, rest, rows = list[_Found](), dict(raw), list[Row]()
+    found, rest = list[tuple[str, str, Any]](), dict(raw)
     for section, of in CLASSES.items():
-        options = rest.pop(section, None)
-        if isinstance(options, Mapping):
-            found += _options(options, f"{section}.", of)
-        elif options is not None:
-            why = f"`{section}` is a {type(options).__name__}, not a mapping"
-            rows.append(Row(section, options, "refused", why=why, hint="Correct it."))
-    at_root = {key: of for key, value in rest.items() if key not in SECTIONS and (of := _classes(key, value))}
-    certain = set[str]().union(*(possible for possible in at_root.values() if len(possible) == 1))
-    for key, possible in at_root.items():
-        value, either = rest.pop(key), possible if len(possible) == 1 else possible & certain
-        if len(either) == 1:
-            found += _options({key: value}, "", *either)
-        else:
-            why, hint = f"`{key}` may be of {' or '.join(sorted(possible))}", "Put it below one of them."
-            rows.append(Row(key, value, "refused", why=why, hint=hint))
+        if section in rest:
+            leaves = SAGE.leaves({of: rest.pop(section)})
+            found += ((section + key.removeprefix(of), key, value) for key, value in leaves)
+    names = {key: of for key in rest if key not in SECTIONS and (of := _classes(key))}
+    certain = [of[0] for of in names.values() if len(of) == 1]
+    for key, possible in names.items():
+        of = [each for each in possible if len(possible) == 1 or each in certain]
+        path = f"{of[0]}{key}" if len(of) == 1 else key
+        leaves = SAGE.leaves({path: rest.pop(key)})
+        found += ((each.removeprefix("".join(of[:1])), each, value) for each, value in leaves)
     for root in ROOTS:
         if isinstance(below := rest.get(root), Mapping):
-            named = {key: value for key, value in below.items() if key in STAGE_OF or _is_algorithm(key, value)}
-            found += _options(named, f"{root}.", "rl_config")
+            named = {key: below[key] for key in ("algorithm", *_STAGES) if key in below}
+            leaves = SAGE.leaves({"rl_config": named})
+            found += ((root + key.removeprefix("rl_config"), key, value) for key, value in leaves)
             rest[root] = {key: value for key, value in below.items() if key not in named}
-            if (estimator := value_at(below, ESTIMATOR)) is not None:
-                found.append(_Found(f"{root}.{ESTIMATOR}", "algorithm", estimator))
-    if len(both := [section for section in PRESETS if isinstance(raw.get(section), Mapping)]) > 1:
-        why = f"`{both[0]}` and `{both[1]}` are two presets, and a configuration is one"
-        rows.append(Row(both[1], raw[both[1]], "refused", why=why, hint="Remove one of them."))
-        found = [each for each in found if not each.place.startswith(f"{both[1]}.")]
-    return [*rows, *_rows(found, raw)], rest
+            found.append((f"{root}.{ESTIMATOR}", "rl_config.algorithm", value_at(below, ESTIMATOR)))
+    return [*_rows([each for each in found if each[2] is not None], raw)], rest
 
 
-def _is_algorithm(key: str, value: Any) -> bool:
-    """A mapping of that name is a section of Trinity's files."""
-    return key == "algorithm" and isinstance(value, str)
+_STAGES: Final = [name.partition(".")[2] for name in STAGE_OF]
 
 
-def _is_known(key: str) -> bool:
-    return key in SAGE.uses or key in SAGE.only or key in SAGE.refused or key in SAGE.reasons
+def _classes(key: str) -> list[str]:
+    """How the names begin that an option at the root may stand for; no beginning is that of the whole pipeline."""
+    every = SAGE.names | SAGE.refused.keys()
+    found = [of for of in ("sft_config.", "rl_config.") if f"{of}{key}" in every or f"{of}{key}" in STAGE_OF]
+    return [""] if key in SAGE.names else found
 
 
-def _classes(key: str, value: Any) -> set[str]:
-    """The classes that have a name at the root; the empty one is that of the whole pipeline."""
-    if key == "algorithm" or key in STAGE_OF:
-        return {"rl_config"} if key in STAGE_OF or _is_algorithm(key, value) else set()
-    found = {of for of in ("sft_config", "rl_config") if _is_known(f"{of}.{key}")}
-    return {""} if _is_known(key) else found | ({"rl_config"} if _is_known(f"dpo.{key}") else set())
-
-
-def _options(options: Mapping[str, Any], above: str, of: str) -> Iterator[_Found]:
-    """The options of a class; `rl_config` stands for the stage that is not known yet. A stage's section is one, too,
-    before those in it."""
-    for key, value in options.items():
-        is_stage = of == "rl_config" and (key in STAGE_OF or _is_algorithm(key, value))
-        path = key if is_stage or not of else f"{of}.{key}"
-        if key in STAGE_OF or not isinstance(value, Mapping) or path in SAGE.uses:
-            yield _Found(above + key, path, value)
-        if isinstance(value, Mapping) and path not in SAGE.uses:
-            inner = SAGE.leaves(value, f"{key}.")
-            yield from (_Found(above + name, name if is_stage else f"{of}.{name}", each) for name, each in inner)
-
-
-def _rows(found: Sequence[_Found], raw: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of options, after what they say together: which stages there are."""
-    found = [each for each in found if each.value is not None]
-    given, own = {each.key: each.value for each in found}, value_at(raw, "training.stages")
-    of_sft, of_rl = ([each for each in found if each.key.startswith(f"{of}_config.")] for of in ("sft", "rl"))
-    sections = [each for each in found if each.key in STAGE_OF]
-    named = [each for each in found if each.key == "algorithm"]
+    given, own = {key: value for _, key, value in found}, value_at(raw, "training.stages")
+    last = {key: place for place, key, _ in found}
+    sections = [section for section in STAGE_OF if any(key.startswith(f"{section}.") for key in given)]
     is_pipeline = any(f"run_{name}" in given for name in ("warmup", "sft", "rl"))
-    kinds = [each if isinstance(each, str) else next(iter(each), "") for each in own] if isinstance(own, list) else []
-    rl = next((each for each in kinds if each in ("dpo", "grpo")), "")
-    if not named and own is None and (sections or of_rl or is_pipeline):
-        # SAGE's default, unless another one alone has settings.
-        rl = STAGE_OF[sections[0].key] if len({each.key for each in sections}) == 1 else "dpo"
-        named = [each._replace(value=rl) for each in sections[:1]]
-    wrong = [*_wrong_stages(named, has_own=own is not None)]
-    yield from wrong
-    rl = "" if wrong else named[0].value if named else rl
-    about = {
-        "sft": given.get("run_sft", is_pipeline or bool(of_sft)),
-        "rl": rl if given.get("run_rl", True) else "",
-        "warm_up": given.get("run_warmup", given.get("warmup.enabled", False)),
-    }
-    about["stages"] = kinds or [kind for kind, has in (("sft", about["sft"]), (rl, about["rl"])) if has]
-    left = list[_Found]()
-    if not wrong and own is None:
-        of_class = [_Found(each.place.partition(".")[0], "", rl or "sft") for each in (of_rl or of_sft)[:1]]
-        left = [each._replace(key="algorithm") for each in (named or ([] if is_pipeline else of_class))]
+    has_sft, has_rl = (any(key.startswith(f"{of}_config.") for key in given) for of in ("sft", "rl"))
+    # Of RL, SAGE's default is DPO, unless another stage alone has settings.
+    implied = STAGE_OF[sections[0]] if len(sections) == 1 else "dpo" if has_rl or is_pipeline else ""
+    rl = str(given.get("rl_config.algorithm", implied))
+    stages = ["sft"] if given.get("run_sft", has_sft or is_pipeline) else []
+    stages += [rl] if rl and given.get("run_rl", True) else []
+    if isinstance(own, list):
+        stages = [each if isinstance(each, str) else next(iter(each), "") for each in own]
+        rl = next((each for each in stages if each != "sft"), "")
+    elif "rl_config.algorithm" not in given and not is_pipeline and stages:
+        place = next(each[0] for each in found if each[1].startswith(f"{'rl' if has_rl else 'sft'}_config."))
+        name = "rl_config.algorithm" if rl == "ppo" else "class"
+        found.append((place.rpartition(".")[0] or place, name, rl or "sft"))
+    left, unused = list[tuple[str, str, Any]](), list[Row]()
     for place, key, value in found:
-        stage, option = STAGE_OF.get(key.partition(".")[0], ""), f"{rl}.{key.removeprefix('rl_config.')}"
-        key = option if key.startswith("rl_config.") and _is_known(option) else key  # noqa: PLW2901
-        use, why = SAGE.uses.get(key, ""), ""
-        if key in STAGE_OF and not isinstance(value, Mapping):
-            why = f"`{place}` is a {type(value).__name__}, not a mapping"
-            yield Row(place, value, "refused", why=why, hint="Correct it.")
-        elif key in STAGE_OF and stage != about["rl"] and all(row.place != place for row in wrong):
-            yield Row(place, value, "without effect", why=f"{stage} is not the stage that is trained")
-        elif key in STAGE_OF or key == "algorithm" or (stage and stage != rl):
-            continue  # said above, or by the row of the section
-        elif key == "warmup.samples" and not about["warm_up"]:
-            yield Row(place, value, "without effect", why="the warm-up is off")
-        elif use == "sources" and "sources" in raw:
-            yield Row(place, value, "without effect", why="`sources` of the file count")
-        elif use and (has(raw, use) or any(each.key == key for each in left)):
-            why = f"`{place}` and another key both set `{use}`"
-            yield Row(place, value, "refused", why=why, hint="Remove one of them.")
+        section, option = key.rpartition(".")[0], key.replace("rl_config", rl)
+        key = option if option in SAGE.names else key  # noqa: PLW2901
+        use = SAGE.uses.get(key, "")
+        if STAGE_OF.get(section, rl) != rl or section == "rl_config.ppo_config":
+            why = f"{STAGE_OF[section]} is not the stage that is trained"
+            unused.append(Row(place.rpartition(".")[0], None, "without effect", why=why))
+        elif (use and has(raw, use) and f"{key}={value}" not in SAGE.refused) or last.get(key, place) != place:
+            why = f"{use if has(raw, use) else last[key]} counts"
+            unused.append(Row(place, value, "without effect", why=why, note=why))
         else:
-            left.append(_Found(place, key, value))
-    for row in SAGE.rows(left, about):
+            left.append((place, key, value))
+    yield from (row for at, row in enumerate(unused) if row not in unused[:at])
+    if all(section in raw for section in PRESETS):
+        why = f"`{'` and `'.join(PRESETS)}` are two presets, and a configuration is one"
+        yield Row(PRESETS[1], raw[PRESETS[1]], "refused", why=why, hint="Remove one of them.")
+    for row in SAGE.rows(left, {"stages": stages}):
         yield row
         if row.use == "training.lora.r" and isinstance(row.made, int) and row.made > SERVED and not has(raw, RANK):
             yield row._replace(outcome="replaced by", use=RANK)
-
-
-def _wrong_stages(named: Sequence[_Found], *, has_own: bool) -> Iterator[Row]:
-    """Refused rows for what names a stage."""
-    for place, _, stage in named:
-        possible = ("grpo",) if place.endswith(ESTIMATOR) else ("dpo", "grpo")
-        hint = "Remove one of them. `training.stages` lists several stages, each with Flywheel's keys."
-        if stage in ("ppo", "gae"):
-            why, hint = f"`{place}` is {stage}: {PPO}", "Use `training.stages: [grpo]`, or remove it."
-        elif stage not in possible:
-            why, hint = f"`{place}` is {stage}, which Flywheel does not take", f"Set it to {' or '.join(possible)}."
-        elif other := next((each for each in named if each.value in ("dpo", "grpo") and each.value != stage), None):
-            why = f"`{other.place}` is of {other.value} and `{place}` of {stage}"
-        elif has_own:
-            why = f"`{place}` and `training.stages` both say what is trained"
-        else:
-            continue
-        yield Row(place, stage, "refused", why=why, hint=hint)
