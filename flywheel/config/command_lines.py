@@ -171,8 +171,8 @@ def _of_class(command: str, found: Sequence[tuple[str, str, Any]]) -> Iterator[R
             places[f"{of}.{name}"] = place
             values[name] = yaml_value(str(value), f"use {place}", "Correct it.")
     for row in translate({of: {**stage, **values}}, None).rows:
-        if place := places.get(row.place):
-            yield row._replace(place=place, why=row.why.replace(f"`{row.place}`", f"`{place}`"))
+        if option := places.get(row.place):
+            yield row._replace(place=option, why=row.why.replace(f"`{row.place}`", f"`{option}`"))
 
 
 def _filled(row: Row) -> Row:

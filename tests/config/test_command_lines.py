@@ -51,6 +51,10 @@ REFUSED = {
         "agent_sft:train is a data set of SAGE's, not a file. Fill in DATA.",
         "train sft --base-model m --data DATA --output o",
     ),
+    "sage-dev agent train sft --base-model m --data d --output o --epoch 3": (
+        "unknown key `--epoch` (did you mean `epochs`?). Correct it.",
+        "train sft --base-model m --data d --output o",
+    ),
     "sage-dev agent evaluate --model m --benchmark agent_benchmark:test": (
         "agent_benchmark:test is a data set of SAGE's, not a file. Fill in BENCHMARK.",
         "evaluate --model m --benchmark BENCHMARK",
