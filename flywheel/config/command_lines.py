@@ -6,19 +6,22 @@ becomes. Nothing is read or run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config.foreign import Row, Table
 from flywheel.config.sage import PPO
-from flywheel.config.training import SAGE_CLASSES
+from flywheel.config.translation import translate
 from flywheel.errors import ConfigError
+from flywheel.secrets import REDACTED, without_secrets
+from flywheel.system.yaml_file import yaml_value
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
@@ -27,7 +30,7 @@ LAUNCHER: Final = Table(
     {"backbone": COMMAND, "conf": "-c"},
     made={COMMAND: lambda values: "round --debug" if values["backbone"] == "debug" else "run"},
     only={},
-    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for clients that run them")},
+    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for agents that run elsewhere")},
     unused={
         "with-ray with-ray-cluster": "a round starts a Ray of its own, or uses that of `ray.address`",
         "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
@@ -41,24 +44,17 @@ LAUNCHER: Final = Table(
     },
     refuses_close=True,
 )  # fmt: skip
+SAME: Final = "model sft-model base-model data benchmark output epochs beta num-samples metrics"
+"""The options of SAGE's commands that Flywheel's have, too."""
 AGENT: Final = Table(
     "sage",
-    {
-        "command": COMMAND, "model": "--model", "sft-model": "--sft-model", "base-model": "--base-model",
-        "data": "--data", "benchmark": "--benchmark", "output": "--output", "epochs": "--epochs", "beta": "--beta",
-        "batch-size": "--batch-size", "learning-rate": "--learning-rate", "max-length": "--max-length",
-        "num-samples": "--num-samples", "metrics": "--metrics", "config": "-c",
-    },
+    {"command": COMMAND, "config": "-c", **{name: f"--{name}" for name in SAME.split()}},
     made={},
     only={},
     refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
-    unused={
-        "algorithm": "it chooses the command",
-        "task-weights": "classes of `flywheel train --task-weights` are by structure, not by words; the nearest are "
-        + ", ".join(f"{near} for {name}" for name, near in SAGE_CLASSES.items()),
-    },
+    unused={"algorithm": "it chooses the command"},
     refuses_close=True,
-)  # fmt: skip
+)
 LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
 """What the launcher does without an option that Flywheel's line must have; empty where it does nothing."""
 _TRAINING: Final = {"base-model": "Qwen/Qwen2.5-7B-Instruct", "data": "", "output": ""}
@@ -71,7 +67,7 @@ DATA_SET: Final = re.compile(r"[\w-]+:\w+")
 """A name and a split, as SAGE's registry of data has them."""
 PROGRAM: Final = re.compile(r"(.*/)?(ajet|astuner|launcher\.py|sage-dev)|(ajet|astuner)(\.cli)?\.launcher")
 REST: Final = re.compile(r"\d?[<>|&;].*")
-"""A word of a shell with which the options of a command end."""
+"""A word of a shell with which a command ends, or its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +101,17 @@ def translated(text: str, settings: Path | None = None) -> Translated:
     """What becomes of a command line as a shell has it, also behind other commands and variables. Flywheel's line
     names the file `settings`, if it is given, in place of the other program's configuration. Raises ConfigError for
     what is no command line of these programs."""
-    why = "it has no ajet, astuner, launcher.py or sage-dev"
+    attempted, hint = "translate a command line", "Write one as for a shell."
     try:
-        words = shlex.split(text.replace("\\\n", " "))
+        words = shlex.split(text.replace("\\\n", " ").replace("\n", " ; "))
     except ValueError as error:
-        words, why = [], str(error)
-    for at, word in enumerate(words):
-        if PROGRAM.fullmatch(word):
-            return of_words(word, [*takewhile(lambda word: not REST.fullmatch(word), words[at + 1 :])], settings)
-    raise ConfigError("translate a command line", why, "Write it as for a shell.")
+        raise ConfigError(attempted, str(error), hint) from None
+    parts = [[*part] for _, part in groupby(words, lambda word: bool(REST.fullmatch(word)))]
+    found = [part[at:] for part in parts for at, word in enumerate(part) if PROGRAM.fullmatch(word)]
+    if len(found) != 1:
+        why = f"its programs are {len(found)} of ajet, astuner, launcher.py and sage-dev, not one"
+        raise ConfigError(attempted, why, hint)
+    return of_words(found[0][0], found[0][1:], settings)
 
 
 def of_words(program: str, words: Sequence[str], settings: Path | None = None) -> Translated:
@@ -136,25 +134,45 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     for key, value in assumed.items():
         if key not in given and not (key == "base-model" and "sft-model" in given):
             found.append(("" if value else f"--{key}", key, value))
-    rows = [_filled(row) for row in table.rows(found)]
+    of_class = [*_of_class(command, found)] if "output" in assumed else []
+    places = [row.place for row in of_class]
+    rows = [_filled(row) for row in table.rows(each for each in found if each[0] not in places)]
     made = {row.use: row.made for row in rows if row.use}
     file = made.get("-c")
     if settings is not None and file is not None:
         made["-c"] = settings
-    options = shlex.join(str(each) for use in made if use != COMMAND for each in (use, made[use]))
-    lines = [f"flywheel {made[COMMAND]} {options}"] if COMMAND in made else []
+    options = [str(each) for use in made if use != COMMAND for each in (use, made[use])]
+    options += (each for row in of_class if row.sets for each in ("--set", f"{row.use}={json.dumps(row.made)}"))
+    lines = [f"flywheel {made[COMMAND]} {shlex.join(options)}"] if COMMAND in made else []
+    rows += of_class
     return Translated(name, table.page, rows, lines, Path(file) if file else None)
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Each option as it is written, its name, and its value, which is True if it has none. Any other word is one
-    without a value."""
+    """Each option as it is written, its name, and its value, which is True if it has none, and never a key. Any other
+    word is an option without a value."""
     for before, word, after in zip(["=", *words], words, [*words[1:], "--"], strict=False):
         option, mark, value = word.partition("=")
         if word.startswith("--"):
-            yield option, option[2:], value if mark else after.startswith("--") or after
+            shown = without_secrets(value if mark else after.startswith("--") or after, option.replace("-", "_"))
+            yield option, option[2:], REDACTED if shown is None else shown
         elif "=" in before or not before.startswith("--"):
             yield word, word, True
+
+
+def _of_class(command: str, found: Sequence[tuple[str, str, Any]]) -> Iterator[Row]:
+    """The rows of options of SAGE's class for a command that have no option of the same name here, as its file has
+    them. Raises ConfigError for what is no value."""
+    of, stage = ("sft_config", {}) if command == "train sft" else ("rl_config", {"algorithm": command.split()[1]})
+    places, values = dict[str, str](), dict[str, Any]()
+    for place, key, value in found:
+        name = key.replace("-", "_")
+        if key not in AGENT.names and not AGENT.meant_by(key):
+            places[f"{of}.{name}"] = place
+            values[name] = yaml_value(str(value), f"use {place}", "Correct it.")
+    for row in translate({of: {**stage, **values}}, None).rows:
+        if option := places.get(row.place):
+            yield row._replace(place=option, why=row.why.replace(f"`{row.place}`", f"`{option}`"))
 
 
 def _filled(row: Row) -> Row:

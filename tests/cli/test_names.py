@@ -86,7 +86,7 @@ def test_a_hint_names_a_command_that_is_there(flywheel: Run) -> None:
         ("--conf=x.yaml --with-ray", "Use `flywheel run -c x.yaml`."),
         ("--backbone debug --conf x.yaml", "Use `flywheel round --debug -c x.yaml`."),
         ("--with-ray", "Use `flywheel run -c FILE`."),
-        ("agent train sft --data d --output o", "this is a command line of SAGE. Use `flywheel train sft --base-model"),
+        ("agent train sft --data d --output o", "this is a command line of SAGE. Use `flywheel train sft --base"),
         ("agent evaluate --model m", "Use `flywheel evaluate --model m --benchmark BENCHMARK`."),
         ("agent trian", "Flywheel has nothing like `sage-dev agent trian`. It has `train"),
         ("train ppo --data d", "`train ppo` is refused: PPO is no part of TRL's stable API"),
