@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.factories.config import write_yaml
 
 PACKAGES = (
     ("agentscope", "1.0.21"), ("agentscope", "1.0.22"), ("mcp", "1.9"), ("mcp", "2.1"), ("sqlalchemy", "2.1"),
     ("tqdm", "4.1"),
 )  # fmt: skip
+ROLLOUT = {"agent": {"workflow": "agent.py:run"}, "reward": {"workflow": 1}, "reward_function": "judge.py:judge"}
 AGENT = """
 import asyncio
 import json as as_json
@@ -74,8 +76,7 @@ def shop(tmp_path: Path) -> Path:
     (folder / "agent.py").write_text(AGENT)
     (folder / "judge.py").write_text("import shapely\nasync def judge(task, response): ...\n")
     (folder / "packages.txt").write_text("stock-of-a-shop\n")
-    text = "rollout: {agent: {workflow: agent.py:run}, reward_function: judge.py:judge}\n"
-    (folder / "flywheel.yaml").write_text(text)
+    write_yaml(folder / "flywheel.yaml", {"rollout": ROLLOUT})
     return folder
 
 
@@ -83,6 +84,7 @@ def shop(tmp_path: Path) -> Path:
 def stuck() -> Iterator[socket.socket]:
     """An index that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(300)
         yield server
 
 

@@ -71,7 +71,7 @@ async def test_what_is_not_there_or_cannot_be_read_is_said(folder: Path) -> None
     (folder / "old.sqlite").write_text("no database")
     found, wrong = await forecast_of_sources(config_of(folder))
     assert found is None
-    assert [each.startswith(f"cannot read {folder}/old.sqlite: ") for each in wrong] == [True]
+    assert [each.partition(": ")[0] for each in wrong] == [f"cannot read Studio database {folder}/old.sqlite"]
     (folder / "old.sqlite").unlink()
     assert await forecast_of_sources(config_of(folder)) == (None, [f"there is no {folder}/old.sqlite"])
     nowhere = make_config(folder, sources=[{"type": "otlp"}])
