@@ -135,7 +135,7 @@ def spec_of(
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python, read=read)
     train, of_suites = apart_from(suites, train)
     # With epochs, and for replies, there are as many steps as the rows need.
-    by_steps = epochs is None and settings.training.stages == ["grpo"]
+    by_steps = epochs is None and settings.training.kinds == ["grpo"]
     train, not_chosen, pool = choose_of_file(train, read.structures, settings, by_steps=by_steps)
     read.left_out.update(of_suites | not_chosen)
     if not train:
@@ -233,7 +233,7 @@ def tasks_of(
     """
     read = read or ReadRows()
     python = python or trainer_python(None)
-    stages = config.training.stages
+    stages = config.training.kinds
     if not compares and "grpo" in stages:
         why = "its rollouts get no rewards: there is no rubric"
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
@@ -362,16 +362,16 @@ def read_tasks(
 ) -> list[RoundTask]:
     """The tasks of data sets, with their replies if a stage trains on them. What is known of the rows goes to `read`.
     Raises ConfigError, which names the line."""
-    stages, read = config.training.stages, read or ReadRows()
+    stages, read = {*config.training.kinds}, read or ReadRows()
     tasks: list[RoundTask] = []
     data = [DataSet.of(each) for each in datasets]
     for file, (attempted, row) in (
         (each.path, found) for each in data for found in rows([each], name, config, python)
     ):
-        if stages == ["sft"] and not has_target(row.reply):
+        if stages == {"sft"} and not has_target(row.reply):
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
-        if stages == ["dpo"] and not compares and row.worse is None:
+        if stages == {"dpo"} and not compares and row.worse is None:
             why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
             raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
         task = read.add(row, task_of(row, config), file)
