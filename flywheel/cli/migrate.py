@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from flywheel.cli.app import JsonOption, app, print_json, run_async, user_path
+from flywheel.cli.app import JsonOption, absolute, app, print_json, run_async
 from flywheel.cli.settings import MAX_SHOWN, WIDE, masked, text_of
 from flywheel.cli.tables import Row, forecast_text, print_rows, stdout
 from flywheel.errors import EXIT_FAILED
@@ -42,8 +42,8 @@ def migrate(
     line = None
     if " " in given.strip() and not os.path.exists(given):  # noqa: PTH110 - False for what no file's name can be
         line = translated(given, None if output is None else output / SETTINGS)
-    file = user_path(Path(given)) if line is None else line.file
-    made = None if file is None else migrated(file, output or Path())
+    file = Path(given) if line is None else line.file
+    made = None if file is None else migrated(absolute(file), absolute(output or Path()))
     rows = [*(line.rows if line else ()), *(made.rows if made else ())]
     refused = [row for row in rows if row.outcome == "refused"]
     written = write(made.files, output) if made and made.files and output else []

@@ -94,8 +94,9 @@ class Migration:
 
 
 def migrated(file: Path, folder: Path) -> Migration:
-    """Translate a file, for a folder that is to get Flywheel's. Nothing is written. Raises ConfigError."""
-    attempted, file, document = f"migrate {file}", file.absolute(), None
+    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. Raises
+    ConfigError."""
+    attempted, document = f"migrate {file}", None
     if file.suffix == ".py":
         raw: Any = _of_python(file, attempted)
     else:
@@ -114,7 +115,7 @@ def migrated(file: Path, folder: Path) -> Migration:
     if found.page == TRINITY.page:
         return Migration(found.program, rows, None, {SCRIPT: _script(found)})
     config = parse(raw, str(file), file.parent, file=file, document=document)
-    parts, more = _filters(raw, config, folder := folder.absolute())
+    parts, more = _filters(raw, config, folder)
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
         row._replace(outcome="replaced by", made=CHAIN) if row.use == "filter.chain" and parts else row
@@ -261,7 +262,7 @@ def write(files: Mapping[str, str], folder: Path) -> list[Path]:
     try:
         for path, text in targets.items():
             is_last = path.name in (SETTINGS, SCRIPT)
-            if os.path.lexists(path) and (is_last or not path.is_file() or path.read_text() != text):
+            if os.path.lexists(path) and (is_last or not path.is_file() or path.read_bytes() != text.encode()):
                 raise ExportError(f"write {path}", "it exists", "Nothing was written: name another directory.")
         for path in targets:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,8 @@ from flywheel.judge.grader import Grader
 from flywheel.tuner.call import round_of
 from tests.cli.conftest import Run
 from tests.factories.config import write_yaml
+from tests.factories.documented_json import compare, documented
+from tests.factories.foreign_files import foreign_files
 from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import DATA, labels
 
@@ -87,6 +90,7 @@ def test_rows_are_printed_and_nothing_is_written_without_a_folder(flywheel: Run,
     assert rows["ajet.trainer_common.total_epochs"]["outcome"] == "without effect"
     assert (ran.json["program"], ran.json["written"], ran.json["forecast"]) == ("AgentJet", [], None)
     assert "database.sqlite" in ran.json["unread"][0]
+    compare(ran.json, documented("migrate"), "migrate")
     text = flywheel("migrate", "a.yaml").out
     assert "training.group_size" in text
     assert "`training.steps` is the length of a round" in text
@@ -190,6 +194,21 @@ def test_the_text_has_what_the_file_sets_and_where_it_is_from(tmp_path: Path) ->
     chain = yaml.safe_load(files["filters/agentjet.yaml"])
     assert (chain["keep_order"], chain["decides"]) == (True, True)
     assert chain["filters"][0]["params"] == {"max_thread": 4, "temperature": 0.5}
+
+
+def test_every_file_that_commands_accept_means_the_same_when_it_is_written(tmp_path: Path) -> None:
+    accepted = 0
+    for number, (name, raw) in enumerate(foreign_files()):
+        file, folder = write_yaml(tmp_path / f"{number}.yaml", raw), tmp_path / "made" / str(number)
+        try:
+            load(file)
+        except ConfigError:
+            with contextlib.suppress(ConfigError):
+                assert any(row.outcome == "refused" for row in migrated(file, folder).rows), name
+            continue
+        assert_same(file, folder)
+        accepted += 1
+    assert accepted > 100
 
 
 @pytest.mark.parametrize("key", ["sk-0123456789abcdefghij", "${oc.env:MY_EMBEDDINGS}"])
