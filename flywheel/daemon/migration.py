@@ -160,7 +160,7 @@ def _known(row: Row) -> Row:
 
 def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder: Path) -> Iterator[tuple[str, str]]:
     """The files: rubric and chain, which are `parts`, and last that of the settings."""
-    settings, here = found.settings_in(config.file), config.model_dump(mode="json")
+    settings, here = dict(found.settings_in(config.file)), config.model_dump(mode="json")
     # The name of a base model stays as it is written: what is not the same by a relative path gets an absolute one.
     for start in (folder, None):
         there = parse(settings, SETTINGS, folder).model_dump(mode="json")

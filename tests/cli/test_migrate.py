@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from flywheel.config.file import Config, load
-from flywheel.daemon import migration
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of
 from flywheel.daemon.migration import migrated, write
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, ExportError
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.grader import Grader
+from flywheel.system.files import write_atomic
 from flywheel.tuner.call import round_of
 from tests.cli.conftest import Run
 from tests.factories.config import write_yaml
@@ -141,16 +141,16 @@ def test_nothing_is_written_beside_a_target_that_exists(name: str, flywheel: Run
 def test_all_files_are_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE]))
     files, folder = migrated(tmp_path / "a.yaml", tmp_path / "made").files, tmp_path / "made"
-    whole, left = migration.write_atomic, [2]
+    left = [2]
 
     def fails(path: Path, data: bytes) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(28, "No space left on device")
-        whole(path, data)
+        write_atomic(path, data)
 
-    monkeypatch.setattr(migration, "write_atomic", fails)
-    with pytest.raises(migration.ExportError, match="No space left"):
+    monkeypatch.setattr("flywheel.daemon.migration.write_atomic", fails)
+    with pytest.raises(ExportError, match="No space left"):
         write(files, folder)
     assert names_in(folder) == set()
     monkeypatch.undo()
