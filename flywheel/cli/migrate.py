@@ -46,10 +46,14 @@ def migrate(
     made = None if file is None else migrated(absolute(file), absolute(output or Path()))
     rows = [*(line.rows if line else ()), *(made.rows if made else ())]
     refused = [row for row in rows if row.outcome == "refused"]
-    written = write(made.files, output) if made and made.files and output else []
+    is_written = made and made.files and not (line and line.refused)
+    written = write(made.files, output) if made and output and is_written else []
     expected, unread = None, list[str]()
-    if made is not None and made.config is not None and not refused:
-        expected, unread = run_async(forecast_of_sources(made.config))
+    if made is not None and not refused:
+        # A file of Trinity-RFT names data sets, and no traces.
+        unread = ["the file names no database"]
+        if made.config is not None:
+            expected, unread = run_async(forecast_of_sources(made.config))
     commands = line.lines if line else []
     if as_json:
         print_json(

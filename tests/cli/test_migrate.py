@@ -157,6 +157,7 @@ def test_all_files_are_written_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     # What a process leaves that was killed before its last file.
     write({name: text for name, text in files.items() if name.startswith("rubrics")} | {"flywheel.yaml": ""}, folder)
     (folder / "flywheel.yaml").unlink()
+    (folder / ".migrate-of-another").mkdir()
     write(files, folder)
     assert names_in(folder) == {"flywheel.yaml", "filters/agentjet.yaml", "rubrics/agentjet.yaml"}
     assert list(files)[-1] == "flywheel.yaml", "without it, no command uses the others"
@@ -344,6 +345,7 @@ def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
     file = write_yaml(tmp_path / "trinity.yaml", raw)
     ran = flywheel("migrate", file, "--output", "made")
     assert ran.code == 0, ran.out + ran.err
+    assert "no forecast: the file names no database" in ran.out
     assert "hidden-by-all-means" not in ran.out + (tmp_path / "made" / "tune.py").read_text()
     tree = ast.parse((tmp_path / "made" / "tune.py").read_text())
     (value,) = [node.value for node in tree.body if isinstance(node, ast.Assign)]
@@ -372,6 +374,8 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
     assert ran.json["commands"] == ["flywheel round --debug -c made/flywheel.yaml"]
     assert {"--conf", "--backbone", "ajet.model.path"} <= {row["place"] for row in ran.json["rows"]}
     assert ran.json["written"] == ["made/flywheel.yaml"]
+    ran = flywheel("migrate", "ajet --conf a.yaml --swarm-server", "--output", "other")
+    assert (ran.code, (tmp_path / "other").exists()) == (1, False), ran.out
     for given, said in (("nothing.yaml", "there is no such file"), ("ls -l", "cannot")):
         ran = flywheel("migrate", given)
         assert (ran.code, said in ran.err) == (78, True)
