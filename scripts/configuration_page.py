@@ -17,6 +17,8 @@ from flywheel.system.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
+IN_ONE_ROW = frozenset({"stages"})
+"""Keys whose settings are those of other sections."""
 
 HEAD = """# Configuration
 
@@ -65,6 +67,8 @@ def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     """Each section as a text; those that several kinds of sources have are the same."""
     found: list[str] = []
     for name, field in model.model_fields.items():
+        if name in IN_ONE_ROW:
+            continue
         key = f"{prefix}{name}"
         listed = getattr(field.annotation, "__origin__", None) is list
         for tag, inner in sections_in(field.annotation).items():
@@ -79,7 +83,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     rows = [
         f"| `{name}` | {_default(info)} | {' '.join((info.description or '').split()).replace('|', chr(92) + '|')} |"
         for name, info in model.model_fields.items()
-        if not sections_in(info.annotation)
+        if name in IN_ONE_ROW or not sections_in(info.annotation)
     ]
     return ["| key | default | meaning |", "|---|---|---|", *rows] if rows else []
 

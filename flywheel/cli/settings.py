@@ -183,8 +183,13 @@ def _walked(
 ) -> Iterator[Setting]:
     from pydantic import BaseModel
 
+    from flywheel.config.training import OwnStage
+
     for name in type(section).model_fields:
         path, value = (*above, name), getattr(section, name)
+        if isinstance(value, list):
+            # Of a stage, what it does not set is no default of its own.
+            value = [item.model_dump() if isinstance(item, OwnStage) else item for item in value]
         if isinstance(value, BaseModel):
             yield from _walked(value, path, file, document)
             continue

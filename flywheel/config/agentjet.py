@@ -27,8 +27,9 @@ from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.system.files import tidied
 
 SECTION: Final = "feedback_tracing"
-TRACED: Final = f"task_reader.{SECTION}"
-MARKERS: Final = frozenset((*ROOTS, SECTION))
+READER: Final = "task_reader"
+TRACED: Final = f"{READER}.{SECTION}"
+MARKERS: Final = frozenset((*ROOTS, READER, SECTION))
 """Root keys that identify such a configuration."""
 TRACING: Final = "tracing"
 HUB: Final = "huggingface_dat_repo"
@@ -289,9 +290,9 @@ def _keys_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     root (or beside it), and its value."""
     beside = {key: value for key, value in raw.items() if key not in (*SECTIONS, *MARKERS)}
     yield from ((key, key, value) for key, value in AGENTJET.leaves(beside))
-    place, root = section_in(raw)[0], _root(raw)
+    place, above = section_in(raw)[0], _above(raw)
     for key, value in AGENTJET.leaves(_settings(raw)):
-        yield place + key.removeprefix(TRACED) if key.startswith(f"{TRACED}.") else f"{root}.{key}", key, value
+        yield place + key.removeprefix(TRACED) if key.startswith(f"{TRACED}.") else above + key, key, value
 
 
 def _program(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
@@ -319,7 +320,7 @@ def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
         yield Row(root, raw[root], "refused", why=f"`{root}` is {shown}, not a mapping", hint="Correct it.")
     if wrong:
         return
-    (place, traced), reader, kind = section_in(raw), f"{_root(raw)}.task_reader", _kind(raw)
+    (place, traced), reader, kind = section_in(raw), f"{_above(raw)}{READER}", _kind(raw)
     if kind not in (TRACING, *KINDS) and f"task_reader.type={kind}" not in AGENTJET.refused:
         why = f"`{reader}.type` is {kind}, which Flywheel does not take"
         yield Row(f"{reader}.type", kind, "refused", why=why, hint=f"It reads {', '.join((TRACING, *KINDS))}.")
@@ -409,20 +410,25 @@ def assumptions(rows: Iterable[Row]) -> list[str]:
 
 def section_in(raw: Mapping[str, Any]) -> tuple[str, Any]:
     """The path and content of `feedback_tracing`."""
-    root = _root(raw)
-    places = [SECTION, *(f"{root}.{name}" for name in (TRACED, SECTION) if root)]
+    places = [SECTION, *(f"{_above(raw)}{name}" for name in (TRACED, SECTION))]
     place = next((each for each in places if has(raw, each)), places[-1])
     return place, value_at(raw, place)
 
 
 def _root(raw: Mapping[str, Any]) -> str:
-    """The root's key; empty for a bare `feedback_tracing`."""
+    """The root's key; empty for a bare `task_reader` or `feedback_tracing`."""
     return next((root for root in ROOTS if isinstance(raw.get(root), Mapping)), "")
+
+
+def _above(raw: Mapping[str, Any]) -> str:
+    """What the paths of its keys begin with."""
+    return f"{root}." if (root := _root(raw)) else ""
 
 
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What is below the root, with `feedback_tracing` in `task_reader` wherever it stands."""
-    below = {key: value for key, value in _mapping(raw.get(_root(raw))).items() if key != SECTION}
+    root = raw[_root(raw)] if _root(raw) else {key: raw[key] for key in (READER,) if key in raw}
+    below = {key: value for key, value in root.items() if key != SECTION}
     if (traced := section_in(raw)[1]) is not None:
         below["task_reader"] = {**_mapping(below.get("task_reader")), SECTION: traced}
     return below

@@ -118,11 +118,6 @@ class Config(Section):
                 "`sources`: type calls needs the calls that `flywheel serve` records, and serving.call_log is false",
             ),
             (
-                training.warmup_steps >= training.steps,
-                f"`training`: warmup_steps {training.warmup_steps:g} is not below steps {training.steps}: the"
-                " learning rate would never be reached",
-            ),
-            (
                 longest is not None and longest >= rollout.max_model_len,
                 f"`rollout`: max_completion_tokens {longest} leaves no room for a prompt in max_model_len"
                 f" {rollout.max_model_len}",
@@ -194,7 +189,7 @@ class Config(Section):
         """The same of `sources[].models.teachers`."""
         has_teachers = any(source.models.teachers for source in self.sources)
         yield (
-            has_teachers and "sft" not in self.training.stages,
+            has_teachers and "sft" not in self.training.kinds,
             "`sources[].models.teachers`: only SFT imitates replies, and training.stages has no sft."
             " `sources[].models.include` trains on the prompts of other models",
         )
