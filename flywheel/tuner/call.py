@@ -16,15 +16,10 @@ from pydantic import BaseModel
 from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
-<<<<<<< HEAD
-from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
+from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
 from flywheel.daemon.stage_round import with_names
-=======
-from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
-from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
->>>>>>> 9f907bcc3e9cfa74ba5867224552713174c8a40f
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed
