@@ -16,7 +16,7 @@ import yaml
 from flywheel.config.foreign import SECTIONS, Refusal, Row, Table, Without
 from flywheel.config.section import has, value_at
 from flywheel.config.serving import ServingSettings
-from flywheel.config.training import SAGE_CLASSES
+from flywheel.config.training import nearest_class
 from flywheel.records.selection import TaskClass
 from flywheel.system.files import shipped_folder
 
@@ -167,7 +167,7 @@ def _task_weights(values: Values) -> Any:
     if not isinstance(given, Mapping) or set(given) <= set(TaskClass):
         return given
     for name, weight in given.items():
-        near = str(SAGE_CLASSES.get(str(name), ""))
+        near = str(nearest_class(str(name)) or "")
         if near and isinstance(weight, int | float):
             nearest[near] = round(nearest.get(near, 0) + weight, 6)
     shown = ", ".join(f"{name}: {weight:g}" for name, weight in nearest.items())

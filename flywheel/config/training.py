@@ -257,10 +257,15 @@ class ReplaySettings(Section):
     """The tasks among which they are drawn: so many of the last promoted rounds."""
 
 
+def nearest_class(name: str) -> TaskClass | None:
+    """The nearest class of one of SAGE's, by its name or a part of that, such as `planning`; None for other names."""
+    return next((near for whole, near in SAGE_CLASSES.items() if f"_{name}_" in f"_{whole}_"), None)
+
+
 def _task_weights(given: object) -> object:
     names = list(given) if isinstance(given, Mapping) else []
     for name in names:
-        if (near := SAGE_CLASSES.get(str(name))) is not None:
+        if (near := nearest_class(str(name))) is not None:
             raise ValueError(
                 f"{name} is a class of SAGE, by words; classes here are by structure, the nearest: {near}"
             )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -35,11 +36,11 @@ from flywheel.sources.jsonl.record import DataRow, has_target
 from flywheel.store.splits import TEMPLATE
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
-from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
+from flywheel.training.program.program_child import MARK
 
 log = logging.getLogger(__name__)
 
@@ -91,26 +92,6 @@ class RoundNames:
 TUNE: Final = RoundNames("tune", ATTEMPTED, "train_dataset", "eval_dataset")
 
 
-def run_on_files(
-    settings: Config,
-    train_dataset: Any,
-    eval_dataset: Any,
-    directory: Path,
-    *,
-    names: RoundNames = TUNE,
-    epochs: int | None = None,
-    python: Path | None = None,
-) -> TuneResult:
-    """Train on the tasks of a file in one round, and compare the adapter with the base model.
-
-    The data sets are as in `tasks_of`, `names` and `epochs` as in `spec_of`. The round's files go to `directory`; it
-    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the
-    round fails.
-    """
-    spec = spec_of(settings, train_dataset, eval_dataset, names=names, epochs=epochs, python=python)
-    return run_coroutine(train_on_files(spec, directory, settings, python=python))
-
-
 def spec_of(
     settings: Config,
     data: Any,
@@ -123,9 +104,10 @@ def spec_of(
     python: Path | None = None,
     read: ReadRows | None = None,
 ) -> RoundSpec:
-    """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
-    that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
-    as ask each task so often. What is known of the rows goes to `read`. Raises ConfigError."""
+    """A round on files, with data sets as in `tasks_of`, that starts from the adapter in the folder `parent`. If it
+    does not compare its adapter with that, nothing is graded. A step asks at most the tasks that there are; with
+    `epochs`, the round has as many steps as ask each task so often. What is known of the rows goes to `read`. Raises
+    ConfigError."""
     read = read or ReadRows()
     require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None
@@ -200,6 +182,14 @@ def adapter_in(adapter: Path, attempted: str) -> AdapterRef:
     """The adapter in a folder, by the folder's name. Raises ConfigError if there is none that can be loaded."""
     base_model_of(adapter, attempted)
     return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
+
+
+def refuse_in_rollout(attempted: str) -> None:
+    """Raises ConfigError in a process that runs the user's workflow: it may load a file that trains when it is
+    loaded, and would start a round in each rollout."""
+    if MARK in os.environ:
+        why = "it is called again while a rollout loads the file of the workflow"
+        raise ConfigError(attempted, why, 'Call it below `if __name__ == "__main__":`.')
 
 
 def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:

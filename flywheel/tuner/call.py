@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +17,14 @@ from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
-from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
+from flywheel.daemon import file_round
+from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
+from flywheel.daemon.stage_round import with_names
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed
+from flywheel.system.signals import run_coroutine
 from flywheel.system.yaml_file import read_yaml
-from flywheel.training.program.program_child import MARK
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelConfig
 
@@ -48,18 +48,17 @@ class Round:
 
 def run(given: Mapping[str, Any]) -> TuneResult:
     """Run the round of a call of `tune`, given its arguments by name. Raises ConfigError and TrainError."""
-    if MARK in os.environ:
-        why = "it is called again while a rollout loads the file of the workflow"
-        raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
+    file_round.refuse_in_rollout(ATTEMPTED)
     trainer = trainer_python(given["trainer_python"])
-    require_packages(ATTEMPTED, trainer)
+    file_round.require_packages(ATTEMPTED, trainer)
     made = Path(given["directory"] or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     found = round_of(given, made, trainer)
     _check_contract(found.settings)
     data, asked = (found.origins.get(key, "").removesuffix(".path") for key in ("train_dataset.path", "eval_dataset"))
     names = replace(TUNE, data=data or TUNE.data, held_out=asked or TUNE.held_out)
     about: dict[str, Any] = {"epochs": found.epochs, "python": trainer, "names": names}
-    return run_on_files(found.settings, found.train, found.held_out, made, **about)
+    spec = file_round.spec_of(found.settings, found.train, found.held_out, **about)
+    return run_coroutine(file_round.train_on_files(spec, made, found.settings, python=trainer))
 
 
 def _check_contract(settings: Config) -> None:
@@ -226,20 +225,7 @@ def _settings(
     try:
         return parse(both, name, folder)
     except ConfigError as error:
-        raise ConfigError(error.attempted, _with_names(error.why, origins), error.hint) from None
-
-
-def _with_names(why: str, origins: Mapping[str, str]) -> str:
-    """A sentence about settings, with the caller's keys for those of Flywheel that they set."""
-    notes = []
-    for ours, theirs in origins.items():
-        section, _, key = ours.rpartition(".")
-        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
-        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
-            # A rule about several keys of a section.
-            notes.append(f"{key} is `{theirs}`")
-        why = named
-    return f"{why} ({', '.join(notes)})" if notes else why
+        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:

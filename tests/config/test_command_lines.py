@@ -19,7 +19,7 @@ from flywheel.secrets import REDACTED
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SFT = """sage-dev agent train sft \\
     --base-model Qwen/Qwen3-4B --data d --output ./output/agent_sft_v1 --epochs 3 \\
-    --task-weights '{"tool_selection": 0.35, "multi_step_planning": 0.30}'"""
+    --task-weights '{"tool_selection": 0.35, "planning": 0.30}'"""
 DPO = "sage-dev agent train dpo --sft-model ./sft --data d.jsonl --output ./dpo --beta 0.1 --num-samples 4"
 LINES = {
     "ajet --conf tutorial/a.yaml --backbone='trinity' --with-ray": "run -c tutorial/a.yaml",
