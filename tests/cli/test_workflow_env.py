@@ -1,5 +1,5 @@
-"""`flywheel workflow env` makes the interpreter of a workflow for AgentScope 1.x, here of tiny packages with the genuine
-ones' names; `tests/agents` makes one of these."""
+"""`flywheel workflow env` makes the interpreter of a workflow for AgentScope 1.x, of tiny packages with the names of
+the real ones here; `tests/agents` makes one of these."""
 
 from __future__ import annotations
 

@@ -16,9 +16,11 @@ from flywheel.config.file import Config
 from flywheel.daemon.forecast import forecast_of_sources
 from tests.factories.config import make_config, write_config
 from tests.factories.judge_server import JudgeServer
-from tests.sources.studio.writer import DATA
+from tests.factories.recorded_reply import call, mark_of, trace
+from tests.factories.recorded_reply import config_of as recorded_config
+from tests.sources.calls.log_server import LogServer
+from tests.sources.studio.writer import DATA, Studio
 
-TAKES: dict[str, Any] = {"training": {"inexact_prompts": "use"}}
 KILLED = """
 import asyncio, os, pathlib, signal, sys
 from flywheel.config.file import load
@@ -56,13 +58,26 @@ def names(folder: Path) -> list[str]:
 
 async def test_it_counts_what_a_round_could_use_and_writes_and_asks_nothing(folder: Path) -> None:
     with JudgeServer(lambda *_: True) as server:
-        found, wrong = await forecast_of_sources(config_of(folder, judge=server.base_url.removesuffix("/v1"), **TAKES))
+        config = config_of(folder, judge=server.base_url.removesuffix("/v1"), training={"inexact_prompts": "use"})
+        found, wrong = await forecast_of_sources(config)
         assert server.requests == []
     assert wrong == []
     assert found is not None
     assert (found.tasks, found.held_out, found.for_training, found.usable) == (96, 37, 59, 46)
     assert [(each.setting, each.tasks) for each in found.reasons] == [("rollout.tools.uncalled", 13)]
     assert names(folder) == ["old.sqlite"]
+
+
+async def test_recorded_calls_are_not_pulled_so_that_their_prompts_are_not_exact(tmp_path: Path) -> None:
+    mark = mark_of()
+    Studio(tmp_path / "studio.sqlite").write(*trace(1, mark))
+    with LogServer(tmp_path / "calls.db") as server:
+        server.log.append([call(1, mark)])
+        found, wrong = await forecast_of_sources(recorded_config(tmp_path, server, ingest={"train_ratio": 1}))
+        assert (server.requests, wrong) == (0, [])
+    assert found is not None
+    assert [(each.setting, each.tasks) for each in found.reasons] == [("training.inexact_prompts", 1)]
+    assert not (tmp_path / "state").exists()
 
 
 async def test_what_is_not_there_or_cannot_be_read_is_said(folder: Path) -> None:

@@ -5,7 +5,6 @@ Nothing of the workflow runs: its imports are read, and looked up in the environ
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from typing import Any, Final
 from flywheel.errors import ConfigError, ExportError
 from flywheel.system.process_folder import ProcessFolder
 from flywheel.system.python_files import outside_imports, parsed
-from flywheel.training import packages
 from flywheel.training.data.round_directory import code_of
 
 PACKAGES: Final = ("agentscope==1.0.21", "mcp<2", "sqlalchemy[asyncio]", "tqdm")
@@ -24,6 +22,10 @@ PACKAGES: Final = ("agentscope==1.0.21", "mcp<2", "sqlalchemy[asyncio]", "tqdm")
 PROVIDED: Final = frozenset({"flywheel", "trinity", "ajet", "astuner"})
 """What the processes of rollouts can import in any environment."""
 STDERR: Final = 2
+_MISSING: Final = """\
+import importlib.util, sys
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+"""
 
 
 def imports_of(rollout: Mapping[str, Any]) -> dict[str, list[Path]]:
@@ -72,11 +74,8 @@ def make(folder: Path, requirements: Sequence[Path]) -> Path:
 
 def missing(python: Path, modules: Iterable[str]) -> list[str]:
     """Which top-level modules an environment lacks."""
-    # As a file, because the environment has none of Flywheel's packages.
-    command, asked = [python, "-I", packages.__file__], json.dumps({"packages": sorted(modules)})
-    answer = subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout
-    found: list[str] = json.loads(answer)["missing"]
-    return found
+    command = [str(python), "-I", "-c", _MISSING, *sorted(modules)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
 def _run(command: Sequence[str], attempted: str, hint: str) -> None:
