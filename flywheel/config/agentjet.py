@@ -325,21 +325,12 @@ def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
         why = f"`{reader}.type` is {kind}, which Flywheel does not take"
         yield Row(f"{reader}.type", kind, "refused", why=why, hint=f"It reads {', '.join((TRACING, *KINDS))}.")
     model = own.get("model") or {"base": "model.base" in made}
-    tasks = "where the tasks are"
+    tasks, path = "where the tasks are", "sources.0.path"
+    hub = f"{reader}.{HUB}.dataset_path", "sources.0.dataset.path"
     for is_missing, key, use, what in (
-        (kind == TRACING and not isinstance(traced, Mapping), place, "sources.0.path", "where the traces are"),
-        (
-            kind in LINES and "sources.path" not in made,
-            f"{reader}.{kind}.training.file_path",
-            "sources.0.path",
-            tasks,
-        ),
-        (
-            kind == HUB and "sources.dataset.path" not in made,
-            f"{reader}.{HUB}.dataset_path",
-            "sources.0.dataset.path",
-            tasks,
-        ),
+        (kind == TRACING and not isinstance(traced, Mapping), place, path, "where the traces are"),
+        (kind in LINES and "sources.path" not in made, f"{reader}.{kind}.training.file_path", path, tasks),
+        (kind == HUB and "sources.dataset.path" not in made, *hub, tasks),
         (
             isinstance(model, Mapping) and not model.get("base", "model.base" in made),
             f"{_root(raw)}.model.path" if _root(raw) else "model.base",

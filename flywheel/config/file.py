@@ -49,7 +49,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
-from flywheel.config.translation import translate
+from flywheel.config.translation import TUNER, translate
 from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
@@ -417,7 +417,9 @@ def parse(
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
     attempted, found = f"use configuration {name}", translate(whole, file)
-    keys = {key for setting in settings for key in _own_keys(setting, whole, raw, found.rows)}
+    # A setting of Trinity-RFT's makes no file of its own.
+    rows = found.rows if found.program != TUNER else ()
+    keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
     found.check(attempted, str(file or name))
     # Translated keys have other names and positions in the file.
     document = None if found.rows else document
@@ -472,7 +474,10 @@ def _own_keys(
     key, attempted = setting.key, f"use --set {setting.key}"
     section, _, below = key.partition(".")
     name = below if section in ROOTS else f"task_reader.{key}" if section == SECTION else key
-    if section in Config.model_fields or (section not in MARKERS and name not in _FOREIGN):
+    outcomes = [row.outcome for row in rows if row.place == key]
+    # What is refused has its own reason.
+    is_theirs = (name in _FOREIGN or bool(outcomes)) and "refused" not in outcomes
+    if section in Config.model_fields or (section not in MARKERS and not is_theirs):
         return {key}
     if f"{SECTION}.filters" in key:
         raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")
@@ -491,7 +496,8 @@ def _own_keys(
 _FOREIGN: Final = {
     name: use.replace("sources.", "sources[].")
     for table in (TRINITY, AGENTJET, SAGE)
-    for name, use in table.uses.items()
+    for whole, use in table.uses.items()
+    for name in (whole, whole.removeprefix("rl_config."))
     if use.partition(".")[0] in Config.model_fields
 }
 """Flywheel's keys, by those of other programs, without their root."""

@@ -28,7 +28,10 @@ CLASSES: Final[Mapping[str, str]] = {
     **dict.fromkeys(PRESETS, "sft_config"),
 }  # fmt: skip
 """Sections of a file, and the class of SAGE's whose options each has."""
-STAGE_OF: Final = {"rl_config.dpo_config": "dpo", "rl_config.grpo_config": "grpo", "rl_config.ppo_config": "ppo"}
+STAGES: Final = ("dpo", "grpo", "ppo")
+NAMES: Final = ("algorithm", *(f"{stage}_config" for stage in STAGES))
+"""Options that ASTuner's files have as well."""
+STAGE_OF: Final = {f"rl_config.{stage}_config": stage for stage in STAGES}
 ESTIMATOR: Final = "trainer_common.algorithm.adv_estimator"
 """The key of ASTuner's trainer that names a stage."""
 PPO: Final = (
@@ -167,8 +170,7 @@ def _task_weights(values: Values) -> Any:
     if not isinstance(given, Mapping) or set(given) <= set(TaskClass):
         return given
     for name, weight in given.items():
-        near = str(nearest_class(str(name)) or "")
-        if near and isinstance(weight, int | float):
+        if (near := nearest_class(str(name))) is not None and isinstance(weight, int | float):
             nearest[near] = round(nearest.get(near, 0) + weight, 6)
     shown = ", ".join(f"{name}: {weight:g}" for name, weight in nearest.items())
     hint = f"The nearest are `training.task_weights: {{{shown}}}`." if shown else "Set `training.task_weights`."
@@ -203,17 +205,14 @@ def _replay(values: Values) -> Any:
     return {"ratio": 0.25 if ratio is None else ratio, "buffer": 2048 if buffer is None else buffer}
 
 
-def _batch(section: str, size: int, accumulated: int) -> Callable[[Values], Any]:
+def _batch(section: str, size: int, steps: int) -> Callable[[Values], Any]:
     """Samples per step; the numbers are SAGE's defaults."""
 
     def made(values: Values) -> Any:
-        both = [
-            values.get(f"{section}.batch_size", size),
-            values.get(f"{section}.gradient_accumulation", accumulated),
-        ]
-        if any(type(each) is not int for each in both):
-            return Refusal("it is no whole number", "Correct it.")
-        return both[0] * both[1]
+        both = [values.get(f"{section}.{name}") for name in ("batch_size", "gradient_accumulation")]
+        both = [default if each is None else each for each, default in zip(both, (size, steps), strict=True)]
+        is_whole = all(type(each) is int for each in both)
+        return both[0] * both[1] if is_whole else Refusal("it is no whole number", "Correct it.")
 
     return made
 
@@ -284,10 +283,16 @@ def _parts() -> dict[str, list[str]]:
 def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     """The rubric that `reward_config` of a file stands for, by the name of its file: the shipped one with its
     numbers, without parts that have none; empty without the section."""
-    given, made = raw.get("reward_config") if isinstance(raw, Mapping) else None, _shipped()
+    given = raw.get("reward_config") if isinstance(raw, Mapping) else None
     if not isinstance(given, Mapping):
         return {}
-    numbers = {part: given[name].get(part, 0) for name, parts in _parts().items() if name in given for part in parts}
+    made = _shipped()
+    numbers = {
+        part: given[name].get(part, 0)
+        for name, parts in _parts().items()
+        if isinstance(given.get(name), Mapping)
+        for part in parts
+    }
     made["criteria"] = [
         {**each, "weight": numbers.get(each["id"], each["weight"])}
         for each in made["criteria"]
@@ -299,31 +304,30 @@ def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     return {RUBRIC: made}
 
 
-def rows_of(raw: Mapping[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of such options, and the file without them."""
+def rows_of(raw: Mapping[str, Any], *, alone: bool = True) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of such options, and the file without them. Where they do not stand `alone`, in a file of AgentJet's,
+    a preset, a warm-up and most names at the root are what a workflow reads."""
     found, rest = list[tuple[str, str, Any]](), dict(raw)
     for section, of in CLASSES.items():
-        if section in rest:
+        if section in rest and (alone or section.endswith("_config")):
             leaves = SAGE.leaves({of: rest.pop(section)})
             found += ((section + key.removeprefix(of), key, value) for key, value in leaves)
-    names = {key: of for key in rest if key not in SECTIONS and (of := _classes(key))}
-    certain = [of[0] for of in names.values() if len(of) == 1]
+    at_root = [key for key in rest if key not in SECTIONS and (alone or key in NAMES)]
+    names = {key: found_in for key in at_root if (found_in := _classes(key))}
+    certain = [possible[0] for possible in names.values() if len(possible) == 1]
     for key, possible in names.items():
-        of = [each for each in possible if len(possible) == 1 or each in certain]
-        path = f"{of[0]}{key}" if len(of) == 1 else key
-        leaves = SAGE.leaves({path: rest.pop(key)})
-        found += ((each.removeprefix("".join(of[:1])), each, value) for each, value in leaves)
+        left = [each for each in possible if len(possible) == 1 or each in certain]
+        above = left[0] if len(left) == 1 else ""
+        leaves = SAGE.leaves({above + key: rest.pop(key)})
+        found += ((each.removeprefix(above), each, value) for each, value in leaves)
     for root in ROOTS:
         if isinstance(below := rest.get(root), Mapping):
-            named = {key: below[key] for key in ("algorithm", *_STAGES) if key in below}
+            named = {key: below[key] for key in NAMES if key in below}
             leaves = SAGE.leaves({"rl_config": named})
             found += ((root + key.removeprefix("rl_config"), key, value) for key, value in leaves)
             rest[root] = {key: value for key, value in below.items() if key not in named}
             found.append((f"{root}.{ESTIMATOR}", "rl_config.algorithm", value_at(below, ESTIMATOR)))
     return [*_rows([each for each in found if each[2] is not None], raw)], rest
-
-
-_STAGES: Final = [name.partition(".")[2] for name in STAGE_OF]
 
 
 def _classes(key: str) -> list[str]:
@@ -346,7 +350,7 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     stages = ["sft"] if given.get("run_sft", has_sft or is_pipeline) else []
     stages += [rl] if rl and given.get("run_rl", True) else []
     if isinstance(own, list):
-        stages = [each if isinstance(each, str) else next(iter(each), "") for each in own]
+        stages = [next(iter(each), "") if isinstance(each, Mapping) else str(each) for each in own]
         rl = next((each for each in stages if each != "sft"), "")
     elif "rl_config.algorithm" not in given and not is_pipeline and stages:
         place = next(each[0] for each in found if each[1].startswith(f"{'rl' if has_rl else 'sft'}_config."))

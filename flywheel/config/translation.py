@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.config import agentjet, sage, trinity
 from flywheel.config.agentjet import AGENTJET, MARKERS, ProjectRoot
@@ -14,6 +14,8 @@ from flywheel.config.foreign import Row, check, settings_in, without_keys
 from flywheel.config.sage import ROOTS, SAGE
 from flywheel.config.section import merged
 from flywheel.config.trinity import TRINITY, is_trinitys
+
+TUNER: Final = "Trinity-RFT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ def translate(raw: Mapping[str, Any], file: Path | None) -> Translation:
     """What becomes of a configuration, whose interpolations are resolved, in a `file`."""
     if is_trinitys(raw):
         rows, own = trinity.rows_of(raw)
-        return Translation("Trinity-RFT", TRINITY.page, [*map(without_keys, rows)], merged(settings_in(rows), own))
-    of_sage, own = sage.rows_of(raw)
+        return Translation(TUNER, TRINITY.page, [*map(without_keys, rows)], merged(settings_in(rows), own))
+    is_sages = MARKERS.isdisjoint(map(str, raw))
+    of_sage, own = sage.rows_of(raw, alone=is_sages)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
     made = settings_in(of_sage)
-    if MARKERS.isdisjoint(map(str, raw)):
+    if is_sages:
         program, page = ("SAGE", SAGE.page) if of_sage else ("", "configuration")
         return Translation(program, page, [*map(without_keys, of_sage)], merged(made, own), rubrics)
     of_agentjet = agentjet.rows_of(own, file)

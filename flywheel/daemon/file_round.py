@@ -1,4 +1,4 @@
-"""A round on files, without a daemon: `flywheel.tune` and `flywheel train` run one."""
+"""A round on files, without a daemon: `flywheel.tune`, `sft`, `dpo`, `grpo` and `flywheel train` run one."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
+_CONTEXT: Final = "its messages have the weight 0, as calls without arguments have"
 _TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
 RELEASED: Final = "others of its pool have a higher loss, or differ more (training.coreset)"
 NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
@@ -358,20 +359,23 @@ def read_tasks(
     for file, (attempted, row) in (
         (each.path, found) for each in data for found in rows([each], name, config, python)
     ):
-        if stages == {"sft"} and not has_target(row.reply):
+        lacks_reply = stages == {"sft"} and not has_target(row.reply)
+        if lacks_reply and not any(message.get("tool_calls") for message in row.reply):
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
         if stages == {"dpo"} and not compares and row.worse is None:
             why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
             raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
         task = read.add(row, task_of(row, config), file)
-        if "dpo" in stages and _is_tie(row, config.training.dpo.margin):
+        if lacks_reply:
+            read.left_out[task.task_id] = _CONTEXT
+        elif "dpo" in stages and _is_tie(row, config.training.dpo.margin):
             read.left_out[task.task_id] = _TIE
         else:
             tasks.append(task)
     if not tasks:
         paths = ", ".join(each.path for each in data)
-        why = f"no line can be trained on: {_TIE}" if read.left_out else "it is empty"
+        why = f"no line can be trained on: {in_one_clause(read.left_out)}" if read.left_out else "it is empty"
         raise ConfigError(f"read {name} {paths}", why, "Name another file.")
     return tasks
 

@@ -369,6 +369,8 @@ def test_the_names_of_a_workflow_and_the_settings_that_it_gets(tmp_path: Path, k
             "rollout": {key: "agents.sums->Sums", "multi_turn": {"max_steps": 5}},
         },
         "board": {"size": 4, "api_key": "abc", "keys": ["sk-0123456789abcdefghij"], "token": 7},
+        "warmup": {"moves": 3},
+        "seed": 5,
         "judge": {"model": "ours"},
     }
     agent = read(tmp_path, raw).rollout.agent
@@ -377,6 +379,8 @@ def test_the_names_of_a_workflow_and_the_settings_that_it_gets(tmp_path: Path, k
     assert agent.config == {
         "ajet": raw["astuner"],
         "board": {"size": 4, "api_key": None, "keys": [None], "token": 7},
+        "warmup": {"moves": 3},
+        "seed": 5,
     }
 
 

@@ -19,6 +19,7 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.files import shipped_folder
+from tests.factories.foreign_files import SFT
 
 DPO = {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False}
 TRACES = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}}
@@ -170,15 +171,6 @@ def rows(raw: dict[str, Any]) -> dict[str, list[Row]]:
     return found
 
 
-SFT = {"base_model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 2048, "load_in_8bit": True, "bf16": True}
-SFT |= {"lora_r": 128, "lora_alpha": 256, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-SFT |= {"num_epochs": 2, "batch_size": 4, "gradient_accumulation": 8, "learning_rate": 2e-5, "warmup_ratio": 0.1}
-SFT |= {"lr_scheduler": "cosine", "save_steps": 500, "report_to": "wandb", "seed": 7, "max_train_samples": 900}
-SFT |= {"use_coreset_selection": True, "coreset_target_size": 60, "coreset_strategy": "diversity"}
-SFT |= {"use_online_continual": True, "continual_buffer_size": 99, "continual_replay_ratio": 0.3}
-SFT |= {"train_data": "a.jsonl", "dev_data": "b.jsonl", "use_dora": False, "gradient_checkpointing": True}
-
-
 @pytest.mark.parametrize("section", ["sft_config", "production", ""])
 def test_options_of_sft_are_its_stage_and_its_settings(section: str) -> None:
     config = read({section: SFT} if section else SFT)
@@ -231,7 +223,8 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
                     "tool_retrieval": 0.2,
                 }
             },
-            r"found by words, and those here by structure. The nearest are `training.task_weights: \{one_tool: 0.55,",
+            r"found by words, and those here by structure. The nearest are `training.task_weights: \{one_tool: 0.55, "
+            r"several_tools: 0.4\}`",
         ),
     ],
 )
@@ -292,6 +285,7 @@ def test_options_of_rl_are_those_of_the_stage() -> None:
 )
 def test_a_pipeline_is_the_stages_of_a_round(raw: dict[str, Any], stages: list[Any]) -> None:
     assert translate(raw, None).settings["training"]["stages"] == stages
+    assert read(raw).training.kinds == ["sft" if isinstance(each, dict) else each for each in stages]
 
 
 @pytest.mark.parametrize(
@@ -354,3 +348,12 @@ def test_rewards_are_the_shipped_rubric_with_their_numbers(tmp_path: Path) -> No
         (tmp_path / "written.yaml").write_text(yaml.safe_dump(written[1], sort_keys=False))
         assert load_rubric(tmp_path / "written.yaml").hash == rubric.hash, "nothing is judged again"
     assert rubric.criteria[-1].value == 60
+
+
+def test_an_option_may_be_set_on_the_command_line() -> None:
+    for key, ours in (("dpo_config.beta", "training.dpo.beta"), ("sft_config.lora_r", "training.lora.r")):
+        assert parse({}, "pasted.yaml", Path("/nowhere"), given=[f"{key}=64"]).is_given(ours)
+    with pytest.raises(ConfigError, match=r"use --set sft_config\.optim: Flywheel does not use this key"):
+        parse({}, "pasted.yaml", Path("/nowhere"), given=["sft_config.optim=adamw"])
+    with pytest.raises(ConfigError, match="PPO is no part"):
+        parse({}, "pasted.yaml", Path("/nowhere"), given=["algorithm=ppo"])

@@ -85,6 +85,9 @@ def test_arguments_win_over_sections_and_these_over_the_file(tmp_path: Path) -> 
     sft = made.settings.training.sft
     assert (sft.epochs, sft.batch_size, sft.learning_rate) == (2, 5, 0.9)
     assert (made.settings.training.lora.r, made.settings.sources) == (8, [])
+    file.write_text(json.dumps({"filter": {"chain": "none.yaml"}}))
+    judged = ready("sft", config="given/flywheel.yaml", **JUDGED).settings.filter
+    assert (judged.rubric, judged.chain) == (BOXED_RUBRIC, None)
     assert prepare("sft", CHATS, {"model": Path("org/other")}).spec.base_model == "org/other"
     assert prepare("sft", CHATS, {"model": {"base": "org/other"}}).spec.base_model == "org/other"
 

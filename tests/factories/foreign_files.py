@@ -102,7 +102,7 @@ def foreign_files() -> Iterator[tuple[str, dict[str, Any]]]:
         ("sft", {"sft_config": SFT}), ("sft at the root", SFT), ("preset", {"development": {"lora_r": 16}}),
         ("dpo", {"rl_config": {"algorithm": "dpo", **RL}}), ("grpo", {"rl_config": {"algorithm": "grpo", **RL}}),
         ("rl at the root", RL), ("rewards", {"reward_config": REWARDS}), ("ajet", {"ajet": {"algorithm": "dpo"}}),
-        ("pipeline", {"run_sft": True, "sft_config": {"num_epochs": 1}, "rl_config": RL, "reward_config": REWARDS}),
+        ("pipeline", {"run_warmup": True, "sft_config": {"lora_r": 8}, "rl_config": RL, "reward_config": REWARDS}),
         ("own", {"sft_config": {"lora_r": 64}, "judge": {"model": "m"}, "training": {"stages": ["sft", "grpo"]}}),
     ):  # fmt: skip
         yield f"SAGE's {name}", raw if "ajet" not in raw else {"ajet": raw["ajet"] | _TRACED["ajet"]}

@@ -55,10 +55,11 @@ class DataSet:
         if isinstance(given, Iterable) and not isinstance(given, Mapping) and not hasattr(given, "path"):
             return cls("rows", rows=tuple(itertools.starmap(_line, enumerate(given, 1))))
         fields = given if isinstance(given, Mapping) else {key: getattr(given, key, None) for key in _FIELDS}
-        if fields.get("path") is None:
+        found: dict[str, Any] = {key: str(fields[key]) for key in _FIELDS if fields.get(key) is not None}
+        if "path" not in found:
             why = f"a value of the type {type(given).__name__} is none"
             raise ConfigError("read a data set", why, "Name a file, or give a list of rows, each a mapping.")
-        return cls(**{key: str(fields[key]) for key in _FIELDS if fields.get(key) is not None})
+        return cls(**found)
 
     @property
     def is_lines(self) -> bool:
