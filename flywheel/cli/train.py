@@ -49,11 +49,23 @@ class StageCommand(TyperCommand):
         super().__init__(name, params=own, **attributes)
 
 
+def _no_data_set(path: Path) -> Path:
+    from flywheel.config.command_lines import data_set
+
+    if why := data_set(str(path)):
+        raise typer.BadParameter(f"{why}: name the file of its lines")
+    return path
+
+
 def train_on(
     context: typer.Context,
     data: Annotated[
         Path,
-        typer.Option(metavar="DATA", help="Tasks, conversations or preferences: JSON lines, Parquet, CSV, a folder."),
+        typer.Option(
+            callback=_no_data_set,
+            metavar="DATA",
+            help="Tasks, conversations or preferences: JSON lines, Parquet, CSV, a folder.",
+        ),
     ],
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="The adapter goes here, the round's files to DIR.round.")

@@ -442,7 +442,7 @@ def filters_in(raw: Any) -> Any:
         return raw
     filters = section_in(raw)[1].get("filters") or []
     made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
-    return {"version": 1, "id": "agentjet", "keep_order": True, "filters": made}
+    return {"version": 1, "id": "agentjet", "keep_order": True, "decides": True, "filters": made}
 
 
 def _with_embeddings(entry: Any) -> Any:

@@ -492,7 +492,7 @@ class TrainingSettings(GrpoSettings, TasksSettings):
     @property
     def planned(self) -> list[PlannedStage]:
         """The stages in their order."""
-        given = [
+        given: list[tuple[Any, dict[str, Any]]] = [
             next(iter(each.model_dump().items())) if isinstance(each, OwnStage) else (each, {})
             for each in self.stages
         ]
@@ -515,7 +515,8 @@ class TrainingSettings(GrpoSettings, TasksSettings):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
-        for where, each in [("", self), *((f"stages: {stage.name}: ", stage.training) for stage in self.planned)]:
+        for stage in self.planned:
+            each, where = stage.training, "" if stage.training == self else f"stages: {stage.name}: "
             if each.warmup_steps >= each.steps:
                 why = f"warmup_steps {each.warmup_steps:g} is not below steps {each.steps}"
                 raise ValueError(f"{where}{why}: the learning rate would never be reached")

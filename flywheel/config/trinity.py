@@ -24,6 +24,8 @@ DATASET: Final[Mapping[str, str]] = {
     "total_steps": "buffer.total_steps",
 }
 """The keys of a Trinity file that the fields of `DatasetConfig` stand for."""
+EPOCHS: Final = 1
+"""The default of `buffer.total_epochs`."""
 # Names without a section are the last of each row: whoever adds one to a copied file wants it to count.
 USED: Final[Mapping[str, str]] = {
     "model.model_path model_path": "model.base",

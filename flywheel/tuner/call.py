@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
-from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
+from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
 from flywheel.daemon.stage_round import with_names
@@ -30,8 +30,6 @@ from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelCon
 
 log = logging.getLogger(__name__)
 
-EPOCHS: Final = 1
-"""The default of `buffer.total_epochs` in a file of Trinity's."""
 SAMPLING: Final = ("temperature", "top_p", "enable_thinking")
 """Fields of `TunerModelConfig` that the tuner does not hand on: defaults of them do not replace the file's."""
 

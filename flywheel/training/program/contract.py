@@ -212,8 +212,7 @@ def _for_agentscope_1(error: BaseException) -> str:
         return ""
     return (
         f". {sys.executable} has AgentScope {version}. A workflow for 1.x needs an interpreter of its own:"
-        " `python3 -m venv agentscope-1` and `agentscope-1/bin/pip install 'agentscope<2' 'mcp<2'"
-        " 'sqlalchemy[asyncio]' tqdm` make one for rollout.agent.python"
+        " `flywheel workflow env` makes one for rollout.agent.python"
     )
 
 
