@@ -263,7 +263,8 @@ def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
     """The rows of a configuration in a `file`. Sections of Flywheel's own may also be present and take precedence."""
     own, kind, rows = {key: raw[key] for key in raw if key in SECTIONS}, _kind(raw), list[Row]()
     if not value_at(own, "judge.base_url"):
-        rows = [Row("", None, "taken over", key, value) for key, value in DASHSCOPE_JUDGE.items()]
+        judge = {key: value for key, value in DASHSCOPE_JUDGE.items() if not has(own, key)}
+        rows = [Row("", None, "taken over", key, value) for key, value in judge.items()]
     found = list[tuple[str, str, Any]]()
     for place, key, value in _keys_in(raw):
         reader = key.split(".")[1] if key.startswith("task_reader.") else ""
@@ -282,6 +283,7 @@ def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
             rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
     rows += AGENTJET.rows(found)
     made = {row.use: row for row in rows}
+    rows = [row for row in rows if row.place or made[row.use] is row]
     return [*rows, *_program(raw, own, made), *_missing(raw, own, made)]
 
 
