@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from flywheel.notebook.judging import judge_replies as judge_replies
     from flywheel.notebook.state import open_state as open_state
     from flywheel.retrieval.tool_index import ToolIndex as ToolIndex
+    from flywheel.tuner import dpo as dpo
+    from flywheel.tuner import grpo as grpo
+    from flywheel.tuner import sft as sft
     from flywheel.tuner import tune as tune
 
 _PLACES = {
@@ -19,8 +22,11 @@ _PLACES = {
     "ajudge_replies": "flywheel.notebook.judging",
     "conversation": "flywheel.conversations",
     "conversation_header": "flywheel.conversations",
+    "dpo": "flywheel.tuner",
+    "grpo": "flywheel.tuner",
     "judge_replies": "flywheel.notebook.judging",
     "open_state": "flywheel.notebook.state",
+    "sft": "flywheel.tuner",
     "tune": "flywheel.tuner",
 }
 

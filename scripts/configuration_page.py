@@ -17,6 +17,8 @@ from flywheel.system.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
+IN_ONE_ROW = frozenset({"stages"})
+"""Keys whose settings are those of other sections."""
 
 HEAD = """# Configuration
 
@@ -38,15 +40,15 @@ path (`judge.model`; `sources.0.path` for the first item of a list), also in the
 YAML and replaces all that stands there. `flywheel config show` prints each setting in effect with its origin: the
 line of the file, `--set`, or the default.
 
-Configurations made for AgentJet or ASTuner, which have `ajet:`, `astuner:` or `feedback_tracing:` at their root, are
-read as well: [each of their keys](../how-to/agentjet.md#every-key) is used, refused with the reason, or named in the
-log as without effect. Their relative paths start at
+Configurations made for AgentJet or ASTuner, which have `ajet:`, `astuner:`, `task_reader:` or `feedback_tracing:` at
+their root, are read as well: [each of their keys](../how-to/agentjet.md#every-key) is used, refused with the reason,
+or named in the log as without effect. Their relative paths start at
 [the project root](../how-to/agentjet.md#where-relative-paths-start). Flywheel's own sections may be added and take
 precedence. Where `train_output_path` is a file that AgentJet wrote, it is renamed to `tasks-1.jsonl`, and its tasks
 are neither judged nor written again.
 
-Options of SAGE and of ASTuner's trainer (`algorithm`, `dpo_config`, `grpo_config`) become the stage of a round;
-[their table](sage.md) says what to use for the others.
+Those of SAGE's agent training (`sft_config`, `rl_config`, `reward_config`, a preset or a pipeline) are read as well:
+[their table](sage.md) says what becomes of each option. One error names all keys that are refused.
 
 `configs/` has files to start from: `flywheel.yaml`, which `flywheel init` writes; `development.yaml` (1.5 billion
 parameters, adapters of rank 16) and `production.yaml` (7 billion, rank 64), both with SFT before GRPO; and those of
@@ -65,6 +67,8 @@ def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     """Each section as a text; those that several kinds of sources have are the same."""
     found: list[str] = []
     for name, field in model.model_fields.items():
+        if name in IN_ONE_ROW:
+            continue
         key = f"{prefix}{name}"
         listed = getattr(field.annotation, "__origin__", None) is list
         for tag, inner in sections_in(field.annotation).items():
@@ -79,7 +83,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     rows = [
         f"| `{name}` | {_default(info)} | {' '.join((info.description or '').split()).replace('|', chr(92) + '|')} |"
         for name, info in model.model_fields.items()
-        if not sections_in(info.annotation)
+        if name in IN_ONE_ROW or not sections_in(info.annotation)
     ]
     return ["| key | default | meaning |", "|---|---|---|", *rows] if rows else []
 

@@ -1,7 +1,6 @@
 """An AgentScope 1.x agent with a tool as a workflow, in an environment of its own: `rollout.agent.python`.
 
-It needs `pip install "agentscope<2" "mcp<2" "sqlalchemy[asyncio]" tqdm` there. Each rollout makes a new agent, which
-continues the conversation of the task.
+`flywheel workflow env` makes one. Each rollout makes a new agent, which continues the conversation of the task.
 """
 
 from agentscope.agent import ReActAgent

@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
@@ -54,6 +55,8 @@ HINTS: Final[Mapping[str, str]] = {
     "search": "retrieval evaluate", "completion": "--install-completion", "help": "--help", "version": "--version",
 }  # fmt: skip
 """What to type instead of a word that is no command."""
+OLD_SPELLINGS: Final = re.compile(r"(--conf|--backbone|--with-[\w-]+|agent|train (ppo|rl))([ =]|$)")
+"""How command lines of AgentJet's launcher and of SAGE go on behind the program's name."""
 _UNCUT: Final = 1_000
 """More characters than the first sentence of any help text has."""
 
@@ -102,6 +105,13 @@ class Commands(CommandGroup):
             if "config" in named:
                 command.params.insert(named.index("config") + 1, option)
             self._share(option, getattr(command, "commands", {}))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and OLD_SPELLINGS.match(" ".join(args)):
+            from flywheel.config.command_lines import instead_of
+
+            ctx.fail(escape_terminal(instead_of(args), one_line=True))
+        return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
@@ -476,7 +486,7 @@ def print_error(text: str) -> None:
 MODULES: Final = (
     "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "forget", "backup", "status",
     "audit", "why", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "retrieval",
-    "settings", "demo", "init", "doctor",
+    "settings", "migrate", "demo", "init", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}

@@ -37,7 +37,6 @@ DEFAULT: Final = "default"
 _WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting whose value is a secret: whoever knows the address can send to it."""
 _USER_INFO: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_SECRET_KEY: Final = re.compile(r"(?:api_key|token|secret|password)$")
 _SECRET_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 
 
@@ -53,13 +52,6 @@ class Setting(NamedTuple):
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Print every setting in effect and where it comes from; secrets are masked."""
     path = find_config(config)
-    if path is not None and (foreign := _trinitys(path)) is not None:
-        if as_json:
-            print_json({"file": str(path.absolute()), "trinity": foreign})
-            return
-        rows = [Row(tuple(escape_terminal(_text(each[name]), one_line=True) for name in each)) for each in foreign]
-        print_rows(stdout(), ("key of Trinity-RFT", "value", "here"), rows, wide=WIDE, fold=("value", "here"))
-        return
     settings = load_config(config)
     if settings.gate.suites:
         from flywheel.daemon.rounds.suites import tasks_of_suites
@@ -77,7 +69,7 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     if root is not None:
         typer.echo(escape_terminal(f"Relative paths start at {root}.", one_line=True))
     rows = [
-        Row((setting.key, escape_terminal(_text(setting.value), one_line=True), escape_terminal(setting.origin)))
+        Row((setting.key, escape_terminal(text_of(setting.value), one_line=True), escape_terminal(setting.origin)))
         for setting in in_effect
     ]
     print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
@@ -85,26 +77,6 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         typer.echo(f"trigger.cron fires next at {', '.join(f'{moment(at)} UTC' for at in times)}.")
     for warning in settings.warnings:
         typer.echo(escape_terminal(f"WARNING {warning}", one_line=True))
-
-
-def _trinitys(path: Path) -> list[dict[str, Any]] | None:
-    """What each key of a Trinity file means for `flywheel.tune`; None for another file. Raises ConfigError."""
-    from flywheel.config.interpolation import values_of
-    from flywheel.config.trinity import is_trinitys, rows_of
-    from flywheel.system.yaml_file import read_yaml
-
-    attempted = f"read configuration {path}"
-    document = read_yaml(path, attempted, "Run `flywheel init` to make one.", keys_once=True)
-    if not is_trinitys(document.value):
-        return None
-    return [
-        {
-            "key": each.place,
-            "value": REDACTED if _SECRET_KEY.search(each.place) else _masked(each.value),
-            "here": each.meaning,
-        }
-        for each in rows_of(values_of(document, attempted))[0]
-    ]
 
 
 @config_app.command()
@@ -146,7 +118,7 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
             origin += f"; not set: {', '.join(unset)}" if unset else "; set"
         if _WEBHOOK.fullmatch(each.key) and value is not None:
             value = f"{urlsplit(value).scheme}://{urlsplit(value).hostname}/{REDACTED}"
-        yield Setting(each.key, _masked(value), origin)
+        yield Setting(each.key, masked(value), origin)
 
 
 def _origin(config: Config, setting: Setting, file: str, document: YamlDocument) -> str:
@@ -183,8 +155,13 @@ def _walked(
 ) -> Iterator[Setting]:
     from pydantic import BaseModel
 
+    from flywheel.config.training import OwnStage
+
     for name in type(section).model_fields:
         path, value = (*above, name), getattr(section, name)
+        if isinstance(value, list):
+            # Of a stage, what it does not set is no default of its own.
+            value = [item.model_dump() if isinstance(item, OwnStage) else item for item in value]
         if isinstance(value, BaseModel):
             yield from _walked(value, path, file, document)
             continue
@@ -199,26 +176,27 @@ def _walked(
         yield Setting(".".join(map(str, path)), value, origin)
 
 
-def _masked(value: Any) -> Any:
+def masked(value: Any) -> Any:
     """A value for JSON without keys: known secrets, credentials in URLs, and arguments that name a key or token."""
     if isinstance(value, str | Path):
         return redact_secrets(_USER_INFO.sub(REDACTED, str(value)))
     if isinstance(value, Mapping):
-        return {key: _masked(item) for key, item in value.items()}
+        return {key: masked(item) for key, item in value.items()}
     if not isinstance(value, list | tuple):
-        return value
-    masked, is_secret = [], False
+        return value if isinstance(value, int | float | None) else str(value)
+    items, is_secret = [], False
     for item in value:
         match = _SECRET_ARGUMENT.fullmatch(item) if isinstance(item, str) else None
         if match is not None and match[2] is not None:
-            masked.append(f"{match[1]}={REDACTED}")
+            items.append(f"{match[1]}={REDACTED}")
         else:
-            masked.append(REDACTED if is_secret else _masked(item))
+            items.append(REDACTED if is_secret else masked(item))
         is_secret = match is not None and match[2] is None
-    return masked
+    return items
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value for a table: a mapping in part."""
     from json import dumps
 
     text = value if isinstance(value, str) else dumps(value, ensure_ascii=False)

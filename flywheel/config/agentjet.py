@@ -13,22 +13,23 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from flywheel.config.foreign import Row, Table, Without, fit_engines
+from flywheel.config.foreign import SECTIONS, Row, Table, Without, fit_engines
 from flywheel.config.sage import ESTIMATOR, ROOTS
 from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.system.files import tidied
 
 SECTION: Final = "feedback_tracing"
-TRACED: Final = f"task_reader.{SECTION}"
-MARKERS: Final = frozenset((*ROOTS, SECTION))
+READER: Final = "task_reader"
+TRACED: Final = f"{READER}.{SECTION}"
+MARKERS: Final = frozenset((*ROOTS, READER, SECTION))
 """Root keys that identify such a configuration."""
 TRACING: Final = "tracing"
 HUB: Final = "huggingface_dat_repo"
@@ -258,14 +259,14 @@ AGENTJET: Final = Table(
 )
 
 
-def rows_of(raw: Mapping[str, Any], sections: Collection[str], file: Path | None) -> list[Row]:
-    """The rows of a configuration in a `file`. `sections` are Flywheel's own, which may also be present and take
-    precedence."""
-    own, kind, rows = {key: raw[key] for key in raw if key in sections}, _kind(raw), list[Row]()
+def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
+    """The rows of a configuration in a `file`. Sections of Flywheel's own may also be present and take precedence."""
+    own, kind, rows = {key: raw[key] for key in raw if key in SECTIONS}, _kind(raw), list[Row]()
     if not value_at(own, "judge.base_url"):
-        rows = [Row("", None, "taken over", key, value) for key, value in DASHSCOPE_JUDGE.items()]
+        judge = {key: value for key, value in DASHSCOPE_JUDGE.items() if not has(own, key)}
+        rows = [Row("", None, "taken over", key, value) for key, value in judge.items()]
     found = list[tuple[str, str, Any]]()
-    for place, key, value in _keys_in(raw, sections):
+    for place, key, value in _keys_in(raw):
         reader = key.split(".")[1] if key.startswith("task_reader.") else ""
         if value is None or key == ESTIMATOR or (key in OPTIONAL and not value):
             continue
@@ -282,28 +283,27 @@ def rows_of(raw: Mapping[str, Any], sections: Collection[str], file: Path | None
             rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
     rows += AGENTJET.rows(found)
     made = {row.use: row for row in rows}
-    return [*rows, *_program(raw, own, made, sections), *_missing(raw, own, made)]
+    rows = [row for row in rows if row.place or made[row.use] is row]
+    return [*rows, *_program(raw, own, made), *_missing(raw, own, made)]
 
 
-def _keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, Any]]:
+def _keys_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """The keys of a configuration that are not Flywheel's own: each with its path in the file, its path below the
     root (or beside it), and its value."""
-    beside = {key: value for key, value in raw.items() if key not in (*sections, *MARKERS)}
+    beside = {key: value for key, value in raw.items() if key not in (*SECTIONS, *MARKERS)}
     yield from ((key, key, value) for key, value in AGENTJET.leaves(beside))
-    place, root = section_in(raw)[0], _root(raw)
+    place, above = section_in(raw)[0], _above(raw)
     for key, value in AGENTJET.leaves(_settings(raw)):
-        yield place + key.removeprefix(TRACED) if key.startswith(f"{TRACED}.") else f"{root}.{key}", key, value
+        yield place + key.removeprefix(TRACED) if key.startswith(f"{TRACED}.") else above + key, key, value
 
 
-def _program(
-    raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row], sections: Collection[str]
-) -> Iterator[Row]:
+def _program(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
     """The settings that a workflow reads, and the reward, which is its own or its judge's alone; without a workflow,
     a judge is refused."""
     workflow, judge = (made.get(f"rollout.{key}") for key in ("agent.workflow", "reward_function"))
     if workflow is not None:
         # Whatever the name of the root in the file. What else stands in it, workflows read, too.
-        config = {ROOTS[0] if key == _root(raw) else key: raw[key] for key in raw if key not in sections}
+        config = {ROOTS[0] if key == _root(raw) else key: raw[key] for key in raw if key not in SECTIONS}
         yield workflow._replace(outcome="replaced by", use="rollout.agent.config", made=config)
     elif judge is not None and not isinstance(value_at(own, "rollout.agent"), Mapping):
         why = f"`{judge.place}` judges a workflow's answers, and there is no workflow"
@@ -322,34 +322,40 @@ def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
         yield Row(root, raw[root], "refused", why=f"`{root}` is {shown}, not a mapping", hint="Correct it.")
     if wrong:
         return
-    (place, traced), reader, kind = section_in(raw), f"{_root(raw)}.task_reader", _kind(raw)
+    (place, traced), reader, kind = section_in(raw), f"{_above(raw)}{READER}", _kind(raw)
     if kind not in (TRACING, *KINDS) and f"task_reader.type={kind}" not in AGENTJET.refused:
         why = f"`{reader}.type` is {kind}, which Flywheel does not take"
         yield Row(f"{reader}.type", kind, "refused", why=why, hint=f"It reads {', '.join((TRACING, *KINDS))}.")
     model = own.get("model") or {"base": "model.base" in made}
-    for is_missing, key, what in (
-        (kind == TRACING and not isinstance(traced, Mapping), place, "where the traces are"),
-        (kind in LINES and "sources.path" not in made, f"{reader}.{kind}.training.file_path", "where the tasks are"),
-        (kind == HUB and "sources.dataset.path" not in made, f"{reader}.{HUB}.dataset_path", "where the tasks are"),
+    tasks, path = "where the tasks are", "sources.0.path"
+    hub = f"{reader}.{HUB}.dataset_path", "sources.0.dataset.path"
+    for is_missing, key, use, what in (
+        (kind == TRACING and not isinstance(traced, Mapping), place, path, "where the traces are"),
+        (kind in LINES and "sources.path" not in made, f"{reader}.{kind}.training.file_path", path, tasks),
+        (kind == HUB and "sources.dataset.path" not in made, *hub, tasks),
         (
             isinstance(model, Mapping) and not model.get("base", "model.base" in made),
             f"{_root(raw)}.model.path" if _root(raw) else "model.base",
+            "model.base",
             "which model is trained",
         ),
     ):
         if is_missing:
-            yield Row(key, None, "refused", why=f"`{key}` is missing: nothing says {what}", hint="Add it.")
+            yield Row(key, None, "refused", use, why=f"`{key}` is missing: nothing says {what}", hint="Add it.")
 
 
 def settings_of(
-    raw: Mapping[str, Any], made: dict[str, Any], rows: Sequence[Row], sections: Collection[str], name: str
+    raw: Mapping[str, Any], made: dict[str, Any], rows: Sequence[Row], name: str
 ) -> tuple[dict[str, Any], list[Row]]:
     """All settings of such a file: those `made` of its rows, its own, and what AgentJet assumes, with its rows."""
-    own = {key: raw[key] for key in raw if key in sections and raw[key] is not None}
-    made["sources"] = _sources(_kind(raw), _settings(raw), made.pop("sources", {}).get("path"))
+    own = {key: raw[key] for key in raw if key in SECTIONS and raw[key] is not None}
+    made["sources"] = _sources(_kind(raw), _settings(raw), _mapping(made.get("sources")).get("path"))
     if not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, name)
     settings, assumed = merged(made, own), list[Row]()
+    if isinstance(value_at(settings, "rollout.agent"), Mapping) and not has(settings, "rollout.agent.folder"):
+        # Written elsewhere, its own folder would be another one.
+        settings = GivenSetting("rollout.agent.folder", ".").put_into(settings)
     if _kind(raw) == HUB:
         # A split that the section does not name has the section's line.
         assumed.append(Row(f"{_root(raw)}.task_reader.{HUB}", None, "taken over", "sources.dataset.split"))
@@ -366,10 +372,10 @@ def _sources(kind: Any, settings: Mapping[str, Any], path: Any) -> list[dict[str
     """The sources of `task_reader`; `path` is that of traces or of a file of tasks."""
     if kind != HUB:
         return [({"path": path} if path else {}) | ({"type": "jsonl"} if kind in LINES else {})]
-    hub = settings["task_reader"][HUB]
+    hub = _mapping(value_at(settings, f"task_reader.{HUB}"))
     splits = {"train": hub.get("training_split", "train"), "held-out": hub.get("validation_split", "validation")}
     return [
-        {"type": "jsonl", "dataset": {"path": _placed(hub["dataset_path"]), "split": name}, "split": split}
+        {"type": "jsonl", "dataset": {"path": _placed(hub.get("dataset_path")), "split": name}, "split": split}
         for split, name in splits.items()
         if name is not None
     ]
@@ -397,20 +403,25 @@ def assumptions(rows: Iterable[Row]) -> list[str]:
 
 def section_in(raw: Mapping[str, Any]) -> tuple[str, Any]:
     """The path and content of `feedback_tracing`."""
-    root = _root(raw)
-    places = [SECTION, *(f"{root}.{name}" for name in (TRACED, SECTION) if root)]
+    places = [SECTION, *(f"{_above(raw)}{name}" for name in (TRACED, SECTION))]
     place = next((each for each in places if has(raw, each)), places[-1])
     return place, value_at(raw, place)
 
 
 def _root(raw: Mapping[str, Any]) -> str:
-    """The root's key; empty for a bare `feedback_tracing`."""
+    """The root's key; empty for a bare `task_reader` or `feedback_tracing`."""
     return next((root for root in ROOTS if isinstance(raw.get(root), Mapping)), "")
+
+
+def _above(raw: Mapping[str, Any]) -> str:
+    """What the paths of its keys begin with."""
+    return f"{root}." if (root := _root(raw)) else ""
 
 
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What is below the root, with `feedback_tracing` in `task_reader` wherever it stands."""
-    below = {key: value for key, value in _mapping(raw.get(_root(raw))).items() if key != SECTION}
+    root = raw[_root(raw)] if _root(raw) else {key: raw[key] for key in (READER,) if key in raw}
+    below = {key: value for key, value in root.items() if key != SECTION}
     if (traced := section_in(raw)[1]) is not None:
         below["task_reader"] = {**_mapping(below.get("task_reader")), SECTION: traced}
     return below
@@ -433,7 +444,7 @@ def filters_in(raw: Any) -> Any:
         return raw
     filters = section_in(raw)[1].get("filters") or []
     made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
-    return {"version": 1, "id": "agentjet", "keep_order": True, "filters": made}
+    return {"version": 1, "id": "agentjet", "keep_order": True, "decides": True, "filters": made}
 
 
 def _with_embeddings(entry: Any) -> Any:

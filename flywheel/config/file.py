@@ -17,11 +17,11 @@ from typing import Any, Final, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config import agentjet, sage
+from flywheel.config import agentjet
 from flywheel.config.agentjet import AGENTJET, MARKERS, SECTION, ProjectRoot
 from flywheel.config.deploy import DeploySettings
 from flywheel.config.export import ExportSettings
-from flywheel.config.foreign import Row, applied
+from flywheel.config.foreign import Row
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -35,7 +35,7 @@ from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.privacy import PrivacySettings
 from flywheel.config.sage import ROOTS, SAGE
-from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves, merged
+from flywheel.config.section import GivenSetting, Section, UserPath, has, leaves
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     AgentProgramSettings,
@@ -49,6 +49,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
+from flywheel.config.translation import TUNER, translate
 from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
@@ -115,11 +116,6 @@ class Config(Section):
             (
                 finds_calls and self.serving.call_log is None,
                 "`sources`: type calls needs the calls that `flywheel serve` records, and serving.call_log is false",
-            ),
-            (
-                training.warmup_steps >= training.steps,
-                f"`training`: warmup_steps {training.warmup_steps:g} is not below steps {training.steps}: the"
-                " learning rate would never be reached",
             ),
             (
                 longest is not None and longest >= rollout.max_model_len,
@@ -193,7 +189,7 @@ class Config(Section):
         """The same of `sources[].models.teachers`."""
         has_teachers = any(source.models.teachers for source in self.sources)
         yield (
-            has_teachers and "sft" not in self.training.stages,
+            has_teachers and "sft" not in self.training.kinds,
             "`sources[].models.teachers`: only SFT imitates replies, and training.stages has no sft."
             " `sources[].models.include` trains on the prompts of other models",
         )
@@ -412,7 +408,7 @@ def parse(
         raise ConfigError(
             attempted,
             "it is a configuration of Trinity-RFT, for AgentScope's tuner",
-            "Train with `flywheel.tune(config_path=…)`; `flywheel config show -c FILE` says what it means here.",
+            f"`flywheel migrate {name} --output DIR` writes a script that trains with it by `flywheel.tuner.tune`.",
         )
     whole, of_file, what = raw, name, "the file"
     for setting in settings:
@@ -420,32 +416,22 @@ def parse(
     if settings:
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
-    sections, attempted, shown = Config.model_fields.keys(), f"use configuration {name}", str(file or name)
-    of_sage, own = sage.rows_of(whole, sections)
-    is_agentjets = not MARKERS.isdisjoint(map(str, whole))
-    of_agentjet = agentjet.rows_of(own, sections, file) if is_agentjets else []
-    rows = [*of_agentjet, *of_sage]
+    attempted, found = f"use configuration {name}", translate(whole, file)
+    # A setting of Trinity-RFT's makes no file of its own.
+    rows = found.rows if found.program != TUNER else ()
     keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
-    made = applied(of_sage, attempted, shown, SAGE.page)
-    if is_agentjets:
-        made = merged(applied(of_agentjet, attempted, shown, AGENTJET.page), made)
-        own, assumed = agentjet.settings_of(own, made, rows, sections, shown)
-        rows += assumed
-    else:
-        own = merged(made, own)
-    project = agentjet.project_root(rows, own, file) if file is not None and is_agentjets else None
+    found.check(attempted, str(file or name))
     # Translated keys have other names and positions in the file.
-    document = None if rows else document
+    document = None if found.rows else document
     try:
-        config = Config.model_validate(
-            _with_dataset_paths(own), context=project.folder if project is not None else folder.absolute()
-        )
+        start = found.project.folder if found.project is not None else folder.absolute()
+        config = Config.model_validate(_with_dataset_paths(found.settings_in(file)), context=start)
     except ValidationError as error:
         why = explain(error, Config, document, elsewhere=keys)
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(attempted, why, hint) from None
-    config._file, config._project, config._given = file, project, frozenset(keys)
-    config._origins = _origins(rows, whole)
+    config._file, config._project, config._given = file, found.project, frozenset(keys)
+    config._origins = _origins(found.rows, whole)
     config._read_from = (of_file, document) if document is not None else None
     return config
 
@@ -474,7 +460,7 @@ def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
     return {
         row.use: row
         for row in rows
-        if row.use
+        if row.sets
         and not has(whole, row.use)
         and not (row.place and row.use.startswith("sources.") and "sources" in whole)
     }
@@ -488,7 +474,10 @@ def _own_keys(
     key, attempted = setting.key, f"use --set {setting.key}"
     section, _, below = key.partition(".")
     name = below if section in ROOTS else f"task_reader.{key}" if section == SECTION else key
-    if section in Config.model_fields or (section not in MARKERS and name not in _FOREIGN):
+    outcomes = [row.outcome for row in rows if row.place == key]
+    # What is refused has its own reason.
+    is_theirs = (name in _FOREIGN or bool(outcomes)) and "refused" not in outcomes
+    if section in Config.model_fields or (section not in MARKERS and not is_theirs):
         return {key}
     if f"{SECTION}.filters" in key:
         raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")
@@ -507,7 +496,8 @@ def _own_keys(
 _FOREIGN: Final = {
     name: use.replace("sources.", "sources[].")
     for table in (TRINITY, AGENTJET, SAGE)
-    for name, use in table.uses.items()
+    for whole, use in table.uses.items()
+    for name in (whole, whole.removeprefix("rl_config."))
     if use.partition(".")[0] in Config.model_fields
 }
 """Flywheel's keys, by those of other programs, without their root."""

@@ -1,18 +1,20 @@
 """What becomes of the keys of another program's file: a table of names for each program, and one walk.
 
-`Table.rows` says of each key whether it is used, refused or without effect, and changes nothing. `applied` makes
-Flywheel's settings of such rows.
+`Table.rows` says of each key whether it is used, refused or without effect, and changes nothing. `settings_in` has
+Flywheel's settings of such rows, and `check` refuses them or says what has no effect.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from flywheel.config.section import put
 from flywheel.errors import ConfigError
+from flywheel.secrets import REDACTED, without_secrets
 from flywheel.system.process import gpus_of_machine
 from flywheel.system.terminal import quantity
 
@@ -20,12 +22,24 @@ log = logging.getLogger(__name__)
 
 CLOSE: Final = 0.8
 """How similar an unknown key is to the one that was probably meant (`difflib`)."""
+SECTIONS: Final = frozenset((
+    "state", "sources", "ingest", "privacy", "judge", "filter", "trigger", "model", "training", "rollout", "tracking",
+    "gate", "targets", "serving", "deploy", "ray", "retention", "daemon", "notify", "export",
+))  # fmt: skip
+"""The sections of Flywheel's own files, which another program's file may have as well."""
 T = TypeVar("T")
 Outcome = Literal["taken over", "replaced by", "without effect", "refused"]
 
 
 class Without(str):
     """In place of a value: the reason why a key has no effect."""
+
+
+class Refusal(NamedTuple):
+    """In place of a value: why a key is refused, and what to do."""
+
+    why: str
+    hint: str
 
 
 class Row(NamedTuple):
@@ -36,7 +50,7 @@ class Row(NamedTuple):
     value: Any
     outcome: Outcome
     use: str = ""
-    """Flywheel's key that gets a value; empty where none does."""
+    """Flywheel's key that gets a value; empty where none does. Of a refused row, the key that would need one."""
     made: Any = None
     """That value."""
     why: str = ""
@@ -47,8 +61,13 @@ class Row(NamedTuple):
     """What the log says of a key without effect: the key that counts instead, or the one that was probably meant."""
 
     @property
+    def sets(self) -> bool:
+        """Whether Flywheel's key gets the value."""
+        return bool(self.use) and self.outcome != "refused"
+
+    @property
     def meaning(self) -> str:
-        return f"used as {self.use}" if self.use else f"{self.outcome}: {self.why}"
+        return f"used as {self.use}" if self.sets else f"{self.outcome}: {self.why}"
 
 
 def _by_name(table: Mapping[str, T]) -> dict[str, T]:
@@ -90,16 +109,22 @@ class Table:
             else:
                 yield path, value
 
-    def rows(self, found: Iterable[tuple[str, str, Any]]) -> list[Row]:
+    def rows(self, found: Iterable[tuple[str, str, Any]], about: Mapping[str, Any] | None = None) -> list[Row]:
         """The rows of keys, each with its place in the file, its name in the table, and its value. Keys without a
-        value have none."""
+        value have none. `about` is what functions of `made` get besides the values."""
         given = [each for each in found if each[2] is not None]
-        values = {key: value for _, key, value in given}
+        values = {**(about or {}), **{key: value for _, key, value in given}}
         order = {name: at for at, name in enumerate(self.uses)}
         given.sort(key=lambda each: order.get(each[1], len(order)))
         rows = [self._row(place, key, value, values) for place, key, value in given]
         last = {row.use: row for row in rows if row.use}
+        refusals = dict[tuple[str, str], str]()
         for at, row in enumerate(rows):
+            if row.outcome == "refused" and (use := self.uses.get(given[at][1])):
+                # Keys that make one value are refused once.
+                first = refusals.setdefault((use, row.hint), row.place)
+                if first != row.place:
+                    rows[at] = Row(row.place, row.value, "without effect", why=f"{first} is refused")
             if row.use and row.made != last[row.use].made:
                 why = f"{last[row.use].place} has another value"
                 rows[at] = Row(row.place, row.value, "without effect", why=why, note=why)
@@ -116,7 +141,7 @@ class Table:
             shown = "given" if isinstance(value, list | Mapping) else value
             hint = f"Set it to {' or '.join(str(each).lower() for each in possible) or 'nothing'}, or remove it."
             return Row(place, value, "refused", why=f"`{place}` is {shown}: {why}", hint=hint)
-        if key in self.only:
+        if key in self.only and key not in self.uses:
             return Row(place, value, "taken over", why=why)
         if key not in self.uses or f"{key}={value}" in self.reasons:
             return self._unused(place, key, value)
@@ -124,13 +149,18 @@ class Table:
         made = self.made[use](values) if use in self.made else value
         if isinstance(made, Without):
             return Row(place, value, "without effect", why=made)
+        if isinstance(made, Refusal):
+            return Row(place, value, "refused", why=f"`{place}`: {made.why}", hint=made.hint)
         return Row(place, value, "taken over" if made == value else "replaced by", use, made)
 
     def _unused(self, place: str, key: str, value: Any) -> Row:
         meant = self.meant_by(key)
-        if key.startswith(self.closed) or (meant and self.refuses_close):
+        if f"{key}.".startswith(self.closed) and any(name.startswith(f"{key}.") for name in self.names):
+            why = f"`{place}` is a {type(value).__name__}, not a mapping"
+            return Row(place, value, "refused", why=why, hint="Correct it.")
+        if (key.startswith(self.closed) and not self.reason(key)) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
-            names = (name for name in (*self.uses, *self.only) if name.startswith(f"{above}."))
+            names = (name for name in dict.fromkeys((*self.uses, *self.only)) if name.startswith(f"{above}."))
             known = ", ".join(name.removeprefix(f"{above}.") for name in names)
             hint = f" (did you mean `{meant}`?)" if meant else f" (known here: {known})" if known else ""
             return Row(place, value, "refused", why=f"unknown key `{place}`{hint}", hint="Correct it.")
@@ -159,22 +189,45 @@ class Table:
         return ""
 
 
-def applied(rows: Sequence[Row], attempted: str, name: str, page: str) -> dict[str, Any]:
-    """Flywheel's settings of a file `name`. One line of the log lists the keys without effect. Raises ConfigError for
-    refused keys."""
-    if refused := [row for row in rows if row.outcome == "refused"]:
-        more = f" The file has {quantity(len(refused) - 1, 'more refused key')}." if len(refused) > 1 else ""
-        raise ConfigError(attempted, refused[0].why, f"{refused[0].hint}{more} See `flywheel docs {page}`.")
+def settings_in(rows: Iterable[Row]) -> dict[str, Any]:
+    """Flywheel's settings that rows make."""
     made: dict[str, Any] = {}
     for row in rows:
-        if row.use:
+        if row.sets:
             put(made, row.use, row.made)
+    return made
+
+
+def check(rows: Sequence[Row], attempted: str, name: str, page: str) -> None:
+    """Log one line with the keys of a file `name` that have no effect. Raises ConfigError, which names all refused
+    keys."""
+    refused = [row for row in rows if row.outcome == "refused"]
+    if len(refused) == 1:
+        raise ConfigError(attempted, refused[0].why, f"{refused[0].hint} See `flywheel docs {page}`.")
+    if refused:
+        lines = "".join(f"\n- {row.why.rstrip('.')}. {row.hint}" for row in refused)
+        why = f"{quantity(len(refused), 'key')} are refused (see `flywheel docs {page}`):{lines}"
+        raise ConfigError(attempted, why)
     unused = [
         f"{row.place} ({row.note})" if row.note else row.place for row in rows if row.outcome == "without effect"
     ]
     if unused:
         log.warning("%s: without effect: %s; see `flywheel docs %s`", name, ", ".join(unused), page)
-    return made
+
+
+def without_keys(row: Row) -> Row:
+    """The row without API keys and the like. A value that is one becomes the name of its environment variable."""
+    name = row.place.rpartition(".")[2]
+    value, made = without_secrets(row.value, name), without_secrets(row.made, name)
+    if value is None and row.value is not None:
+        value = f"${variable}" if (variable := variable_of(row.value)) else REDACTED
+    return row._replace(value=value, made=made)
+
+
+def variable_of(value: Any) -> str:
+    """The environment variable that has this value, from which `${oc.env:…}` may have filled it in; empty without
+    one."""
+    return next((name for name, each in os.environ.items() if each == value), "")
 
 
 def fit_engines(rollout: dict[str, Any], rows: Iterable[Row], name: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -16,8 +17,10 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationInfo,
+    model_serializer,
     model_validator,
 )
 
@@ -26,6 +29,7 @@ from flywheel.records.program_run import LARGEST_REWARD
 from flywheel.records.selection import TaskClass
 from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
+from flywheel.system.yaml_file import PLAIN
 
 log = logging.getLogger(__name__)
 UNTRAINABLE: Final = {
@@ -219,12 +223,6 @@ class DpoSettings(Section):
     warmup_steps: float = Field(default=0.0, ge=0)
     """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
 
-    @model_validator(mode="after")
-    def _smoothing_of_sigmoid(self) -> Self:
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(f"label_smoothing: only the loss sigmoid has it, and loss_type is {self.loss_type}")
-        return self
-
 
 class CoresetSettings(Section):
     """A selection of the free samples for a round; no text twice while there are others."""
@@ -259,10 +257,15 @@ class ReplaySettings(Section):
     """The tasks among which they are drawn: so many of the last promoted rounds."""
 
 
+def nearest_class(name: str) -> TaskClass | None:
+    """The nearest class of one of SAGE's, by its name or a part of that, such as `planning`; None for other names."""
+    return next((near for whole, near in SAGE_CLASSES.items() if f"_{name}_" in f"_{whole}_"), None)
+
+
 def _task_weights(given: object) -> object:
     names = list(given) if isinstance(given, Mapping) else []
     for name in names:
-        if (near := SAGE_CLASSES.get(str(name))) is not None:
+        if (near := nearest_class(str(name))) is not None:
             raise ValueError(
                 f"{name} is a class of SAGE, by words; classes here are by structure, the nearest: {near}"
             )
@@ -277,31 +280,15 @@ def _some_weight(weights: Mapping[TaskClass, float]) -> Mapping[TaskClass, float
     return weights
 
 
-class TrainingSettings(Section):
+class GrpoSettings(Section):
+    """Group relative policy optimization on rollouts of the policy (`training.stages` with `grpo`)."""
+
     model_config = ConfigDict(allow_inf_nan=False)
 
-    stages: Annotated[list[Stage], Field(min_length=1)] = ["grpo"]
-    """The stages of a round in their order, each at most once. `grpo` trains on rollouts of the policy, `sft` on
-    accepted replies, `dpo` on pairs of a better and a worse reply. Each starts from the adapter of the one before;
-    the gate tests the last. Stages of one round train on different conversations."""
-    prompts: Literal["accepted", "decided"] = "accepted"
-    """Which tasks rollouts are made of: those with an `accepted` reply, or all on which the judge has `decided`.
-    Policies fail more often on prompts with a rejected reply, so that more groups have rewards that differ. Such a
-    task is used by at most `max_uses` rounds, and by none after a promoted one."""
-    task_weights: Annotated[
-        dict[TaskClass, Annotated[float, Field(ge=0)]], BeforeValidator(_task_weights), AfterValidator(_some_weight)
-    ] = {}
-    """Relative numbers of tasks of each class in a round: `several_turns`, `several_tools` (the reply called
-    different tools), `one_tool` and `no_tools`; the first that fits. Classes that are not named are left out. If a
-    class has too few, the others are scaled. Default: classes do not matter."""
-    coreset: CoresetSettings | None = None
-    """Default: the samples that were in the fewest finished rounds, and of these the oldest."""
-    replay: ReplaySettings | None = None
-    """Default: a round trains on no task of an earlier promoted one."""
     steps: int = Field(default=50, gt=0)
-    """Number of steps of a round; each generates a batch of rollouts and trains on it."""
+    """Number of steps of GRPO, each of which generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
-    """Number of different prompts per step."""
+    """Number of different prompts per step, at most the tasks of the round."""
     group_size: int = Field(default=8, ge=4)
     """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
     rewards within 0.02 (times `rollout.reward.range`), is not trained on."""
@@ -337,6 +324,112 @@ class TrainingSettings(Section):
     agent sets for its own call. Their rewards count in their groups in either case."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm."""
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    schema["properties"].pop("margin", None)  # refused, see `OwnStage`
+    for each in schema["properties"].values():
+        each.pop("default", None)
+
+
+class GivenSettings(Section):
+    """Settings of which only those that are given count. The dump has no others."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    @model_serializer(mode="wrap")
+    def _given(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in whole(self).items() if name in self.model_fields_set}
+
+
+class OwnSettings(GivenSettings):
+    """Settings of one stage, each in the place of the default of its kind."""
+
+    samples: int | None = Field(default=None, gt=0)
+    """The largest number of tasks that the stage trains on. Default: its part of those of the round."""
+
+
+class OwnSft(OwnSettings, SftSettings):
+    """Of a stage of SFT."""
+
+
+class OwnDpo(OwnSettings, DpoSettings):
+    """Of a stage of DPO."""
+
+
+class OwnGrpo(OwnSettings, GrpoSettings):
+    """Of a stage of GRPO."""
+
+
+class OwnStage(GivenSettings):
+    """The name of a stage, with its own settings below it."""
+
+    sft: OwnSft = OwnSft()
+    dpo: OwnDpo = OwnDpo()
+    grpo: OwnGrpo = OwnGrpo()
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("it must be one stage: sft, dpo or grpo, with its settings below it")
+        if "margin" in self.dpo.model_fields_set:
+            raise ValueError("dpo.margin: pairs are chosen for the round, by training.dpo.margin")
+        return self
+
+
+StageEntry = Annotated[
+    Annotated[Stage, Tag(PLAIN)] | Annotated[OwnStage, Tag("own")],
+    Discriminator(lambda given: PLAIN if isinstance(given, str) else "own"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage of a round, with the settings in effect for it.
+
+    Attributes:
+        number: Its place in `training.stages`, counted from 1.
+        name: Its kind; with its number where the round has the kind more than once, such as `sft 2`.
+        samples: The largest number of tasks that it trains on; None if there is no limit.
+        training: Those of all stages, with its own in their place.
+    """
+
+    number: int
+    kind: Stage
+    name: str
+    samples: int | None
+    training: TrainingSettings
+
+
+class TasksSettings(Section):
+    """The stages of a round, and which tasks they train on."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    stages: Annotated[list[StageEntry], Field(min_length=1)] = ["grpo"]
+    """The stages of a round in their order. `grpo` trains on rollouts of the policy, `sft` on accepted replies, `dpo`
+    on pairs of a better and a worse reply. Each starts from the adapter of the one before; the gate tests the last.
+    Stages of one round train on different conversations. One may have settings of its own, such as
+    `sft: {samples: 1000, epochs: 1}`: those of `training.sft`, of `training.dpo` (but `margin`), or for `grpo` those
+    from `steps` to `max_grad_norm` in this section, which are the defaults; and `samples`, the largest number of
+    tasks that it takes."""
+    prompts: Literal["accepted", "decided"] = "accepted"
+    """Which tasks rollouts are made of: those with an `accepted` reply, or all on which the judge has `decided`.
+    Policies fail more often on prompts with a rejected reply, so that more groups have rewards that differ. Such a
+    task is used by at most `max_uses` rounds, and by none after a promoted one."""
+    task_weights: Annotated[
+        dict[TaskClass, Annotated[float, Field(ge=0)]], BeforeValidator(_task_weights), AfterValidator(_some_weight)
+    ] = {}
+    """Relative numbers of tasks of each class in a round: `several_turns`, `several_tools` (the reply called
+    different tools), `one_tool` and `no_tools`; the first that fits. Classes that are not named are left out. If a
+    class has too few, the others are scaled. Default: classes do not matter."""
+    coreset: CoresetSettings | None = None
+    """Default: the samples that were in the fewest finished rounds, and of these the oldest."""
+    replay: ReplaySettings | None = None
+    """Default: a round trains on no task of an earlier promoted one."""
+
+
+class TrainingSettings(GrpoSettings, TasksSettings):
     micro_batch_size: int = Field(default=8, gt=0)
     """Rollouts of maximum length per forward and backward pass; more of them if they are shorter."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
@@ -396,14 +489,44 @@ class TrainingSettings(Section):
             raise ValueError("tensorboard: use tracking.dir, with tracking.report_to: [tensorboard]")
         return given
 
+    @property
+    def planned(self) -> list[PlannedStage]:
+        """The stages in their order."""
+        given: list[tuple[Any, dict[str, Any]]] = [
+            next(iter(each.model_dump().items())) if isinstance(each, OwnStage) else (each, {})
+            for each in self.stages
+        ]
+        kinds, found = [kind for kind, _ in given], []
+        for number, (kind, own) in enumerate(given, 1):
+            name, samples = f"{kind} {number}" if kinds.count(kind) > 1 else kind, own.pop("samples", None)
+            changes = own if kind == "grpo" else {kind: getattr(self, kind).model_copy(update=own)}
+            found.append(PlannedStage(number, kind, name, samples, self.model_copy(update=changes)))
+        return found
+
+    @property
+    def kinds(self) -> list[Stage]:
+        """Those of the stages."""
+        return [each.kind for each in self.planned]
+
+    @property
+    def of_grpo(self) -> list[TrainingSettings]:
+        """The settings of each stage of GRPO; these if there is none."""
+        return [each.training for each in self.planned if each.kind == "grpo"] or [self]
+
     @model_validator(mode="after")
-    def _stages_once(self) -> Self:
-        if len(set(self.stages)) < len(self.stages):
-            raise ValueError("stages: each stage can be named once")
-        if self.prompts == "decided" and self.stages == ["sft"]:
+    def _stages_fit(self) -> Self:
+        for stage in self.planned:
+            each, where = stage.training, "" if stage.training == self else f"stages: {stage.name}: "
+            if each.warmup_steps >= each.steps:
+                why = f"warmup_steps {each.warmup_steps:g} is not below steps {each.steps}"
+                raise ValueError(f"{where}{why}: the learning rate would never be reached")
+            if each.dpo.label_smoothing and each.dpo.loss_type != "sigmoid":
+                why = f"only the loss sigmoid has it, and loss_type is {each.dpo.loss_type}"
+                raise ValueError(f"{where}dpo.label_smoothing: {why}")
+        if self.prompts == "decided" and {*self.kinds} == {"sft"}:
             raise ValueError("prompts: sft trains on accepted replies; decided is for rollouts of grpo and dpo")
         if self.coreset is not None and self.coreset.is_by_loss:
-            if self.stages != ["sft"]:
+            if self.kinds != ["sft"]:
                 why = "a loss is that of a recorded reply: it is for stages [sft]; use diversity or random"
                 raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
             if self.replay is not None:

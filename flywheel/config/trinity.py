@@ -7,11 +7,11 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.config.agentjet import MARKERS
-from flywheel.config.foreign import Row, Table, applied, fit_engines
+from flywheel.config.foreign import SECTIONS, Row, Table, check, fit_engines, settings_in
 from flywheel.config.section import put
 
 TASKSET: Final = "buffer.explorer_input.taskset"
@@ -24,6 +24,8 @@ DATASET: Final[Mapping[str, str]] = {
     "total_steps": "buffer.total_steps",
 }
 """The keys of a Trinity file that the fields of `DatasetConfig` stand for."""
+EPOCHS: Final = 1
+"""The default of `buffer.total_epochs`."""
 # Names without a section are the last of each row: whoever adds one to a copied file wants it to count.
 USED: Final[Mapping[str, str]] = {
     "model.model_path model_path": "model.base",
@@ -120,16 +122,16 @@ def is_trinitys(raw: Any) -> bool:
     return any(isinstance(raw.get(key), Mapping) for key in ("buffer", "explorer", "synchronizer", "algorithm"))
 
 
-def rows_of(raw: Mapping[str, Any], sections: Collection[str] = ()) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of the tuner's and Trinity's keys, and the rest in Flywheel's keys. Of its `sections`, one that
-    Trinity has as well may have keys of both."""
+def rows_of(raw: Mapping[str, Any]) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the tuner's and Trinity's keys, and the rest in Flywheel's keys. A section that both have may have
+    keys of both."""
     found, own = list[tuple[str, str, Any]](), dict[str, Any]()
     for key, value in raw.items():
         is_section = isinstance(value, Mapping) and (key in _SECTIONS or TRINITY.reason(key) != "")
         if is_section and isinstance(loras := value.get("lora_configs"), list) and loras:
             value = {**value, "lora_configs": loras[0]}  # noqa: PLW2901
         for path, inner in TRINITY.leaves(value, f"{key}.") if is_section else [(str(key), value)]:
-            if TRINITY.knows(path) and (is_section or not (key in sections or key in _SECTIONS)):
+            if TRINITY.knows(path) and (is_section or not (key in SECTIONS or key in _SECTIONS)):
                 found.append((path, path, inner))
             else:
                 put(own, path, inner)
@@ -160,7 +162,8 @@ def _tasksets(row: Row) -> Iterator[Row]:
 
 def settings_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
     """Flywheel's settings. Raises ConfigError for refused keys."""
-    made = applied(rows, f"use {name}", name, TRINITY.page)
+    check(rows, f"use {name}", name, TRINITY.page)
+    made = settings_in(rows)
     if "rollout" in made:
         fit_engines(made["rollout"], rows, name)
     return made

@@ -1,4 +1,4 @@
-"""A round on files, without a daemon: `flywheel.tune` and `flywheel train` run one."""
+"""A round on files, without a daemon: `flywheel.tune`, `sft`, `dpo`, `grpo` and `flywheel train` run one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -35,16 +36,17 @@ from flywheel.sources.jsonl.record import DataRow, has_target
 from flywheel.store.splits import TEMPLATE
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
-from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
+from flywheel.training.program.program_child import MARK
 
 log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
+_CONTEXT: Final = "its messages have the weight 0, as calls without arguments have"
 _TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
 RELEASED: Final = "others of its pool have a higher loss, or differ more (training.coreset)"
 NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
@@ -91,26 +93,6 @@ class RoundNames:
 TUNE: Final = RoundNames("tune", ATTEMPTED, "train_dataset", "eval_dataset")
 
 
-def run_on_files(
-    settings: Config,
-    train_dataset: Any,
-    eval_dataset: Any,
-    directory: Path,
-    *,
-    names: RoundNames = TUNE,
-    epochs: int | None = None,
-    python: Path | None = None,
-) -> TuneResult:
-    """Train on the tasks of a file in one round, and compare the adapter with the base model.
-
-    The data sets are as in `tasks_of`, `names` and `epochs` as in `spec_of`. The round's files go to `directory`; it
-    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the
-    round fails.
-    """
-    spec = spec_of(settings, train_dataset, eval_dataset, names=names, epochs=epochs, python=python)
-    return run_coroutine(train_on_files(spec, directory, settings, python=python))
-
-
 def spec_of(
     settings: Config,
     data: Any,
@@ -123,9 +105,10 @@ def spec_of(
     python: Path | None = None,
     read: ReadRows | None = None,
 ) -> RoundSpec:
-    """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
-    that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
-    as ask each task so often. What is known of the rows goes to `read`. Raises ConfigError."""
+    """A round on files, with data sets as in `tasks_of`, that starts from the adapter in the folder `parent`. If it
+    does not compare its adapter with that, nothing is graded. A step asks at most the tasks that there are; with
+    `epochs`, the round has as many steps as ask each task so often. What is known of the rows goes to `read`. Raises
+    ConfigError."""
     read = read or ReadRows()
     require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None
@@ -135,7 +118,7 @@ def spec_of(
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python, read=read)
     train, of_suites = apart_from(suites, train)
     # With epochs, and for replies, there are as many steps as the rows need.
-    by_steps = epochs is None and settings.training.stages == ["grpo"]
+    by_steps = epochs is None and settings.training.kinds == ["grpo"]
     train, not_chosen, pool = choose_of_file(train, read.structures, settings, by_steps=by_steps)
     read.left_out.update(of_suites | not_chosen)
     if not train:
@@ -202,6 +185,14 @@ def adapter_in(adapter: Path, attempted: str) -> AdapterRef:
     return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
 
 
+def refuse_in_rollout(attempted: str) -> None:
+    """Raises ConfigError in a process that runs the user's workflow: it may load a file that trains when it is
+    loaded, and would start a round in each rollout."""
+    if MARK in os.environ:
+        why = "it is called again while a rollout loads the file of the workflow"
+        raise ConfigError(attempted, why, 'Call it below `if __name__ == "__main__":`.')
+
+
 def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:
     """Raises TrainError that names the packages of training that the interpreter which trains does not have."""
     python = python or trainer_python(None)
@@ -233,7 +224,7 @@ def tasks_of(
     """
     read = read or ReadRows()
     python = python or trainer_python(None)
-    stages = config.training.stages
+    stages = config.training.kinds
     if not compares and "grpo" in stages:
         why = "its rollouts get no rewards: there is no rubric"
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
@@ -362,26 +353,29 @@ def read_tasks(
 ) -> list[RoundTask]:
     """The tasks of data sets, with their replies if a stage trains on them. What is known of the rows goes to `read`.
     Raises ConfigError, which names the line."""
-    stages, read = config.training.stages, read or ReadRows()
+    stages, read = {*config.training.kinds}, read or ReadRows()
     tasks: list[RoundTask] = []
     data = [DataSet.of(each) for each in datasets]
     for file, (attempted, row) in (
         (each.path, found) for each in data for found in rows([each], name, config, python)
     ):
-        if stages == ["sft"] and not has_target(row.reply):
+        lacks_reply = stages == {"sft"} and not has_target(row.reply)
+        if lacks_reply and not any(message.get("tool_calls") for message in row.reply):
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
-        if stages == ["dpo"] and not compares and row.worse is None:
+        if stages == {"dpo"} and not compares and row.worse is None:
             why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
             raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
         task = read.add(row, task_of(row, config), file)
-        if "dpo" in stages and _is_tie(row, config.training.dpo.margin):
+        if lacks_reply:
+            read.left_out[task.task_id] = _CONTEXT
+        elif "dpo" in stages and _is_tie(row, config.training.dpo.margin):
             read.left_out[task.task_id] = _TIE
         else:
             tasks.append(task)
     if not tasks:
         paths = ", ".join(each.path for each in data)
-        why = f"no line can be trained on: {_TIE}" if read.left_out else "it is empty"
+        why = f"no line can be trained on: {in_one_clause(read.left_out)}" if read.left_out else "it is empty"
         raise ConfigError(f"read {name} {paths}", why, "Name another file.")
     return tasks
 

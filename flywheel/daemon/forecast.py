@@ -9,9 +9,12 @@ from msgspec import Struct, to_builtins
 from sqlalchemy import Connection
 
 from flywheel.config.file import Config
+from flywheel.config.ingest import JsonlSource, StudioSource
 from flywheel.daemon.configured_source import changes_of_model_rules
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.states import Split, TaskState
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store.kernel.database import Store
 from flywheel.store.views.left_out import count_kinds, still_used
 from flywheel.system.terminal import quantity
 
@@ -77,6 +80,33 @@ def forecast(conn: Connection, config: Config) -> Forecast:
             key=lambda each: (-each.tasks, each.reason),
         ),
     )
+
+
+async def forecast_of_sources(config: Config) -> tuple[Forecast | None, list[str]]:
+    """What rounds with these settings could train on of the databases and files that they name, and, in clauses, what
+    could not be read of these; None if nothing could.
+
+    They are read into a state that ends with the process, so that no verdict and no erasure of the configured one
+    counts. Recorded calls are not pulled: a prompt that only these have is not exact. Copies of data sets and what
+    the own receiver stored are not read.
+    """
+    stored = [each for each in config.sources if isinstance(each, StudioSource | JsonlSource)]
+    named = [each for each in stored if isinstance(each, StudioSource) or each.dataset is None]
+    if not named:
+        return None, ["the settings name no database"]
+    there = [each for each in named if each.path.exists()]
+    wrong = [f"there is no {each.path}" for each in named if each not in there]
+    read = {"sources": there, "serving": config.serving.model_copy(update={"call_log": None})}
+    store = await Store.empty()
+    ingestion = Ingestion(store, config.model_copy(update=read), export_tasks=False)
+    try:
+        reports = await ingestion.run(final=True)
+        wrong += [str(report.error) for report in reports if report.error is not None]
+        is_read = any(report.error is None for report in reports)
+        return (await store.read(forecast, config) if is_read else None), wrong
+    finally:
+        await ingestion.close()
+        await store.close()
 
 
 def none_free(conn: Connection, config: Config) -> tuple[str, str]:

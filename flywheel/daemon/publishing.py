@@ -72,12 +72,13 @@ def model_card(conn: Connection, alias: str, adapter: str) -> str:
     decision = gate_tests.decision_of(conn, row.round_id)
     is_local = Path(row.base_model).is_absolute()
     base = Path(row.base_model).name if is_local else row.base_model
-    stages = [each.stage for each in result.stages if each.outcome == "trained"] if result else []
+    # Without the number that a stage has which occurs twice.
+    stages = [each.stage.split()[0] for each in result.stages if each.outcome == "trained"] if result else []
     front: dict[str, Any] = {
         **({} if is_local else {"base_model": base}),  # The Hub takes names of models there only.
         "library_name": "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["lora", "agentscope-flywheel", *stages],
+        "tags": ["lora", "agentscope-flywheel", *dict.fromkeys(stages)],
     }
     parents = ancestors(conn, adapter)
     data = (

@@ -2,8 +2,8 @@
 
 Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
 forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, LangChain, the Vercel AI SDK and the
-Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text.
-`reasoning_in` reads it, and `unread_in` says what is not understood.
+Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read; `of_turns` reads the dialogs of SAGE.
+Reasoning never counts as text. `reasoning_in` reads it, and `unread_in` says what is not understood.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.records.reprs import ReprError, is_block, is_message, is_result, parse_call
-from flywheel.records.tool_calls import FINISH_FUNCTIONS
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, is_object
 from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path, reasoning_of
 
 Message = dict[str, Any]
@@ -116,6 +116,44 @@ def with_unread(message: Message, kind: str) -> Message:
     said = message.get(key)
     parts = said if isinstance(said, list) else [] if said in (None, "") else [_text(said)]
     return {**message, key: [*parts, _unread(kind)]}
+
+
+_OF_TOOLS: Final = ("tool_id", "arguments", "result")
+
+
+def of_turns(turns: Sequence[Message]) -> list[Message]:
+    """The turns of a dialog of SAGE as messages. Each has a `role`, which is a text.
+
+    A tool's turn has the name of the tool (`tool_id`) and its `result`, else its `content` is that. The call is part
+    of the assistant's turn before it. The arguments are a JSON object in `arguments`, or in the `content` beside a
+    `result`. A message with a call without them has a part that was not read, and the weight 0.
+    """
+    messages: list[Message] = []
+    for place, turn in enumerate(turns):
+        role, content = turn["role"], turn.get("content")
+        message = {key: value for key, value in turn.items() if key not in _OF_TOOLS}
+        name, given, output = map(turn.get, _OF_TOOLS)
+        if role != "tool" or turn.get("tool_call_id"):
+            unread = [key for key in _OF_TOOLS if turn.get(key) is not None] if role in ROLES else [f"{role} turn"]
+            messages.append({**with_unread(message, ", ".join(unread)), "weight": 0} if unread else message)
+            continue
+        is_beside = output is not None and content not in (None, "", output)
+        given = content if given is None and is_beside else given
+        is_known, call_id = is_object(given), f"call-{place}"
+        if name:
+            # Whether calls were made at once or one after another is not known.
+            if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+                messages.append({"role": "assistant", "content": ""})
+            if not is_known:
+                messages[-1] = {**with_unread(messages[-1], "call without arguments"), "weight": 0}
+            messages[-1] = {**messages[-1], "tool_calls": [call_of(_call(call_id, name, given if is_known else {}))]}
+        result = [_result(call_id, name, content if output is None else output)]
+        if not name:
+            result.append(_unread("result without a tool_id"))
+        if is_beside and not (name and is_known and given is content):
+            result.append(_unread("text beside a result"))
+        messages.append({**message, "tool_call_id": call_id, "name": name, "content": result})
+    return messages
 
 
 def _joined(messages: list[Message]) -> list[Message]:

@@ -441,6 +441,7 @@ class StageResult(Frozen):
     """What a stage of a round ended with."""
 
     stage: str
+    """`sft`, `dpo` or `grpo`; with its place in `training.stages` where a round has it more than once (`sft 2`)."""
     outcome: Literal["trained", "skipped"]
     reason: str = ""
     """Why it was skipped, or ended early."""

@@ -86,6 +86,13 @@ def arguments_text(given: Any) -> str:
     return inner if isinstance(value, dict) and inner else "{}" if value in (None, {}) else written
 
 
+def is_object(arguments: Any) -> bool:
+    """Whether the arguments of a call are given, as a JSON object or its text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(parse_json(arguments) if isinstance(arguments, str) else arguments, dict)
+    return False
+
+
 def said_in(messages: Iterable[ChatMessage]) -> list[tuple[str, ...]]:
     """What messages say: role, text, reasoning, and the names and arguments of calls, whatever the ids of these."""
     return [

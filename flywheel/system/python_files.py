@@ -86,6 +86,18 @@ def imported_modules(path: Path, folder: Path, *others: Path) -> dict[str, Path]
     return found
 
 
+def outside_imports(file: Path, *folders: Path) -> set[str]:
+    """The top-level modules that a Python file imports, also in a function, and that lie neither beside it nor in the
+    folders. Raises OSError, SyntaxError and ValueError."""
+    found: set[str] = set()
+    own: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if not (isinstance(node, ast.ImportFrom) and node.level):
+            for start, name in _imports(node, file, folders):
+                (own if any(_files_named(start, name)) else found).add(name.partition(".")[0])
+    return found - own
+
+
 def _imports(node: ast.AST, file: Path, folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     """What a statement imports: folders to look in, and dotted names of modules or of what they hold."""
     if isinstance(node, ast.Import | ast.ImportFrom):

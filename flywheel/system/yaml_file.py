@@ -68,6 +68,8 @@ class Position(NamedTuple):
 
 
 START: Final = Position(1, 1)
+PLAIN: Final = "plain"
+"""The tag of values that are no model, in a union with one."""
 KeyPath = tuple[int | str, ...]
 
 
@@ -348,10 +350,10 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
     is_name = False
     of_another = ""
     for part in location:
-        if part in choices:
+        if part in choices or (choices and part == PLAIN):
             if location[-2] == part and any(location[-1] in each.model_fields for each in choices.values()):
                 of_another = str(part)
-            current, choices = choices[str(part)], {}
+            current, choices = choices.get(str(part)), {}
             continue
         path.append(str(part))
         if isinstance(part, int) or is_name:

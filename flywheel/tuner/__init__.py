@@ -1,10 +1,13 @@
-"""`flywheel.tune`, and the names of AgentScope's tuner: `from agentscope.tuner import …` with one word replaced."""
+"""Training from Python: `flywheel.tune`, `sft`, `dpo` and `grpo`.
+
+Also the names of AgentScope's tuner, for `from agentscope.tuner import …` with one word replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from flywheel.tuner.objects import AlgorithmConfig as AlgorithmConfig
 from flywheel.tuner.objects import DatasetConfig as DatasetConfig
@@ -79,6 +82,39 @@ def tune(
     from flywheel.tuner.call import run
 
     return run(given)
+
+
+def sft(data: Any, **settings: Any) -> TuneResult:
+    """Train a LoRA adapter on recorded replies, word by word, in one round, as `flywheel train sft` does.
+
+    Args:
+        data: A file (JSON lines, JSON, Parquet, CSV), a folder, a data set of the Hub, or rows: mappings such as
+            lines of a file hold, in a list or another iterable, for example a `datasets.Dataset`.
+        settings: The options of the command by their names: `base_model` (or `model`), `output`, `epochs`,
+            `learning_rate` and others; `task_weights` is a mapping. Sections of Flywheel's settings as mappings, such
+            as `training={"lora": {"r": 8}}`. Options win over sections, and these over the file `config`.
+
+    Returns the result, whose `adapter` is the folder `output` (default: a new one in the working directory). Raises
+    ConfigError for wrong settings or data, and TrainError if the round fails.
+    """
+    return _train("sft", data, settings)
+
+
+def dpo(data: Any, **settings: Any) -> TuneResult:
+    """Train on pairs of a better and a worse reply, with arguments and errors as of `sft`."""
+    return _train("dpo", data, settings)
+
+
+def grpo(data: Any, **settings: Any) -> TuneResult:
+    """Train on rollouts of the model, which a rubric or a workflow rewards, with arguments and errors as of `sft`."""
+    return _train("grpo", data, settings)
+
+
+def _train(stage: Literal["sft", "dpo", "grpo"], data: Any, settings: Mapping[str, Any]) -> TuneResult:
+    from flywheel.daemon.stage_round import prepare
+    from flywheel.system.signals import run_coroutine
+
+    return run_coroutine(prepare(stage, data, settings).run())
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,20 +16,20 @@ from pydantic import BaseModel
 from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
-from flywheel.config.trinity import DATASET, TRINITY, is_trinitys, rows_of, settings_of
-from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
+from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
+from flywheel.daemon import file_round
+from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
+from flywheel.daemon.stage_round import with_names
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed
+from flywheel.system.signals import run_coroutine
 from flywheel.system.yaml_file import read_yaml
-from flywheel.training.program.program_child import MARK
 from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.tuner.objects import AlgorithmConfig, DatasetConfig, TunerModelConfig
 
 log = logging.getLogger(__name__)
 
-EPOCHS: Final = 1
-"""The default of `buffer.total_epochs` in a file of Trinity's."""
 SAMPLING: Final = ("temperature", "top_p", "enable_thinking")
 """Fields of `TunerModelConfig` that the tuner does not hand on: defaults of them do not replace the file's."""
 
@@ -50,18 +48,17 @@ class Round:
 
 def run(given: Mapping[str, Any]) -> TuneResult:
     """Run the round of a call of `tune`, given its arguments by name. Raises ConfigError and TrainError."""
-    if MARK in os.environ:
-        why = "it is called again while a rollout loads the file of the workflow"
-        raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
+    file_round.refuse_in_rollout(ATTEMPTED)
     trainer = trainer_python(given["trainer_python"])
-    require_packages(ATTEMPTED, trainer)
+    file_round.require_packages(ATTEMPTED, trainer)
     made = Path(given["directory"] or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     found = round_of(given, made, trainer)
     _check_contract(found.settings)
     data, asked = (found.origins.get(key, "").removesuffix(".path") for key in ("train_dataset.path", "eval_dataset"))
     names = replace(TUNE, data=data or TUNE.data, held_out=asked or TUNE.held_out)
     about: dict[str, Any] = {"epochs": found.epochs, "python": trainer, "names": names}
-    return run_on_files(found.settings, found.train, found.held_out, made, **about)
+    spec = file_round.spec_of(found.settings, found.train, found.held_out, **about)
+    return run_coroutine(file_round.train_on_files(spec, made, found.settings, python=trainer))
 
 
 def _check_contract(settings: Config) -> None:
@@ -134,7 +131,7 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    rows, own = rows_of(raw, Config.model_fields.keys())
+    rows, own = rows_of(raw)
     # A file may have the same setting by both names: Flywheel's wins.
     origins = {row.use: row.place for row in rows if row.use and not has(own, row.use)}
     return _Read(merged(settings_of(rows, name), own), name, folder, is_trinitys(raw), origins)
@@ -228,20 +225,7 @@ def _settings(
     try:
         return parse(both, name, folder)
     except ConfigError as error:
-        raise ConfigError(error.attempted, _with_names(error.why, origins), error.hint) from None
-
-
-def _with_names(why: str, origins: Mapping[str, str]) -> str:
-    """A sentence about settings, with the caller's keys for those of Flywheel that they set."""
-    notes = []
-    for ours, theirs in origins.items():
-        section, _, key = ours.rpartition(".")
-        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
-        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
-            # A rule about several keys of a section.
-            notes.append(f"{key} is `{theirs}`")
-        why = named
-    return f"{why} ({', '.join(notes)})" if notes else why
+        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:

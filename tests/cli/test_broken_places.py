@@ -49,6 +49,7 @@ COMMANDS: dict[str, list[str]] = {
     "init": ["{home} --yes", "{folder} --yes", "{folder} --yes --systemd --source {file}"],
     "label": ["line-1 accept"],
     "labels": ["", "--out {file} --force", "import {file}"],
+    "migrate": ["{file} --output {folder}"],
     "prune": [""],
     "restore": ["{folder}"],
     "retrieval evaluate": ["--encoder {folder}"],

@@ -79,6 +79,36 @@ def test_a_hint_names_a_command_that_is_there(flywheel: Run) -> None:
     assert "'nonsense'" in flywheel("nonsense").err
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--conf x.yaml", "this is a command line of AgentJet. Use `flywheel run -c x.yaml`."),
+        ("--conf=x.yaml --with-ray", "Use `flywheel run -c x.yaml`."),
+        ("--backbone debug --conf x.yaml", "Use `flywheel round --debug -c x.yaml`."),
+        ("--with-ray", "Use `flywheel run -c FILE`."),
+        ("agent train sft --data d --output o", "this is a command line of SAGE. Use `flywheel train sft --base"),
+        ("agent evaluate --model m", "Use `flywheel evaluate --model m --benchmark BENCHMARK`."),
+        ("agent trian", "Flywheel has nothing like `sage-dev agent trian`. It has `train"),
+        ("train ppo --data d", "`train ppo` is refused: PPO is no part of TRL's stable API"),
+        ("agent train ppo", "Use `flywheel train grpo`."),
+        ("train rl --data d --sft-model s --output o", "Use `flywheel train dpo --sft-model s --data d --output o`."),
+        ("train sft --data agent_sft:train --output o", "agent_sft:train is a data set of SAGE's, not a file: name"),
+    ],
+)
+def test_another_programs_command_line_is_answered_with_flywheels(flywheel: Run, typed: str, answer: str) -> None:
+    ran = flywheel(*typed.split())
+    assert (ran.code, ran.out) == (2, "")
+    [error] = [line for line in ran.err.splitlines() if line.startswith(("Error: ", "Invalid value"))]
+    assert answer in error
+
+
+def test_flywheels_own_spellings_are_not_taken_for_another_programs(flywheel: Run) -> None:
+    assert "No such option: --confg" in flywheel("--confg", "x").err
+    assert "No such command 'agents'" in flywheel("agents").err
+    assert "No such command 'ppos'" in flywheel("train", "ppos").err
+    assert flywheel("--config", "missing.yaml", "tasks").code == 78
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ def test_a_setting_goes_above_the_file_and_is_named_as_the_origin(flywheel: Run,
     assert found["judge.max_thread"] == (3, f"{tmp_path}/flywheel.yaml:1")
     assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), f"{tmp_path}/flywheel.yaml:2")
     assert found["sources.1.type"] == ("jsonl", f"{tmp_path}/flywheel.yaml:2")
+    stages = [{"sft": {"epochs": 2}}, "sft"], [{"sft": {"samples": 9, "epochs": 1}}]
+    for given, shown in (("[{sft: {epochs: 2}}, sft]", stages[0]), ("[{sft: {samples: 9, epochs: 1}}]", stages[1])):
+        found = told_settings(flywheel("config", "show", "--json", "--set", f"training.stages={given}"))
+        assert found["training.stages"] == (shown, "--set"), "what a stage does not set is no default of its own"
 
 
 def test_it_stands_before_or_after_the_command_and_needs_no_file(flywheel: Run) -> None:

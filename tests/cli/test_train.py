@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+import flywheel
+from flywheel.cli.app import app
+from flywheel.cli.train import STAGES
 from flywheel.daemon import file_round
+from flywheel.daemon.stage_round import FILES, SHORT
 from flywheel.records.round import AdapterRef, RoundResult
 from flywheel.training.data.round_directory import identity_of, read_spec
 from flywheel.training.data.round_progress import read_steps
@@ -74,6 +79,7 @@ def adapter(folder: Path, **about: Any) -> Path:
 def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path: Path, data: Path) -> None:
     (tmp_path / "more.yaml").write_text(json.dumps({"training": {"lora": {"r": 8}, "sft": {"epochs": 9}}}))
     options = ("--epochs", 3, "--batch-size", 2, "--learning-rate", 0.001, "--max-length", 128, "-c", "more.yaml")
+    options += ("--warmup", 0.1, "--task-weights", "no_tools=2,one_tool=1.5", "--seed", 7)
     ran = flywheel("train", "sft", "--base-model", "org/model", "--data", data, "--output", "out", *options)
     assert ran.code == 0, ran.err
     assert (tmp_path / "out" / "weights").read_text() == "x\n"
@@ -85,7 +91,9 @@ def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path:
     training = made["settings"]["training"]
     assert (made["base_model"], made["parent"], made["test"], made["rubric"]) == ("org/model", None, None, {})
     assert training["stages"] == ["sft"]
-    assert [training["sft"][name] for name in ("epochs", "batch_size", "learning_rate")] == [3, 2, 0.001]
+    names = ("epochs", "batch_size", "learning_rate", "warmup_steps")
+    assert [training["sft"][name] for name in names] == [3, 2, 0.001, 0.1]
+    assert (training["task_weights"], made["seed"]) == ({"no_tools": 2, "one_tool": 1.5}, 7)
     assert (training["lora"]["r"], made["settings"]["rollout"]["max_model_len"]) == (8, 128)
     assert len(made["train"]) + len(made["held_out"]) == 12
 
@@ -135,6 +143,14 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     told = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out", "--json").json
     compare(told, documented("train"), "train sft")
     assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
+
+
+def test_each_command_has_the_options_of_its_stage() -> None:
+    commands = typer.main.get_command(app).commands["train"].commands  # type: ignore[attr-defined]
+    for at, stage in enumerate(STAGES):
+        named = {each.name for each in commands[stage].params}
+        short = {name for name, keys in SHORT.items() if keys[at] or name == "epochs"}
+        assert named == {"data", "as_json", "given", *FILES, *short}
 
 
 def ends_with(result: RoundResult) -> str:
@@ -233,8 +249,13 @@ def test_what_is_wrong_is_named(flywheel: Run, tmp_path: Path, data: Path) -> No
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "full is not empty" in fails("sft", "--output", "full", "--base-model", "m", code=2)
-    assert "--base-model" in fails("sft", "--output", "out", code=2)
+    assert "full is not empty" in fails("sft", "--output", "full", "--base-model", "m", code=78)
+    assert "neither --base-model nor model.base names one" in fails("sft", "--output", "out", code=78)
+    wrong = fails("sft", "--output", "out", "--base-model", "m", "--task-weights", "timing=0.2", code=78)
+    assert "`--task-weights`: timing is a class of SAGE, by words; " in wrong and "the nearest: no_tools" in wrong
+    assert "No such option" in fails("sft", "--output", "out", "--base-model", "m", "--beta", "1", code=2)
+    twice = ("--output", "out", "--base-model", "m", "--epochs", "1", "--steps", "1")
+    assert "Give a whole number from 1, without --steps" in fails("grpo", *twice, code=78)
     assert "is not there" in fails("grpo", "--output", "out", "--sft-model", "nowhere", code=78)
     without_rubric = fails("grpo", "--output", "out", "--base-model", "m", code=78)
     assert "cannot train with grpo: its rollouts get no rewards: there is no rubric" in without_rubric
@@ -318,6 +339,13 @@ def test_sft_on_conversations_and_dpo_on_preferences(
     assert second["loss"][1] < second["loss"][0]
     spec = json.loads((tmp_path / "second.round" / "spec.json").read_text())
     assert (spec["base_model"], spec["parent"]["path"]) == (str(POLICY), str(tmp_path / "first"))
+
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    about = {"learning_rate": 0.01, "max_length": 192, "epochs": 2, "warmup": 0.9}
+    third = flywheel.sft(rows, model=POLICY, output=tmp_path / "third", **about)
+    assert (third.adapter, third.steps, third.directory) == (tmp_path / "third", 2, tmp_path / "third.round")
+    of_command, of_function = (tmp_path / name / "adapter_model.safetensors" for name in ("first", "third"))
+    assert of_function.read_bytes() == of_command.read_bytes()
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import agentjet, foreign
+from flywheel.config import agentjet
 from flywheel.config.file import Config, load
 from flywheel.config.ingest import DatasetSettings, JsonlSource, ModelFilter, StudioSource
 from flywheel.config.section import merged
 from flywheel.config.training import AgentProgramSettings
+from flywheel.config.translation import translate
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
@@ -23,28 +24,7 @@ from flywheel.judge.filters.chain import chain_of, load_chain
 from flywheel.records.exclusion import Exclusion
 from flywheel.system.process import gpus_of_machine
 from tests.cases import for_each
-
-SECTION = yaml.safe_load(
-    r"""
-base_url: ~/AgentScope-Studio/database.sqlite
-train_output_path: ./tasks.jsonl
-alien_llm_model: qwen3-235b
-alien_llm_response_length: 2048
-filters:
-  - type: llm_evaluate
-    enabled: true
-    params:
-      custom_rubrics: |
-        1. Drop the task if the answer is not wrapped in \boxed{}.
-      temperature: 0.5
-      print_reason: false
-      max_thread: 16
-  - type: deduplication
-    enabled: false
-    params: {similarity_threshold: 0.8, db_path: ./.similarity_db, model: null, api_key: null, base_url: null}
-"""
-)
-MODEL = {"base": "Qwen/Qwen3-0.6B"}
+from tests.factories.foreign_files import EFFECTS, MODEL, SECTION
 
 
 def read(folder: Path, raw: Any) -> Config:
@@ -53,10 +33,11 @@ def read(folder: Path, raw: Any) -> Config:
     return load(path)
 
 
-@pytest.mark.parametrize("root", ["ajet", "astuner", ""])
-def test_both_roots_and_a_bare_section_are_the_same(root: str, tmp_path: Path) -> None:
-    inner = {"task_reader": {"type": "tracing", "feedback_tracing": SECTION}}
-    raw = {root: inner, "model": MODEL} if root else {"feedback_tracing": SECTION, "model": MODEL}
+@pytest.mark.parametrize("root", ["ajet", "astuner", "task_reader", ""])
+def test_both_roots_a_bare_reader_and_a_bare_section_are_the_same(root: str, tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"task_reader": {"type": "tracing", "feedback_tracing": SECTION}}
+    inner = {"": {"feedback_tracing": SECTION}, "task_reader": inner}.get(root, {root: inner})
+    raw = {**inner, "model": MODEL}
     config = read(tmp_path, raw)
     (source,) = config.sources
     assert isinstance(source, StudioSource)
@@ -105,50 +86,7 @@ def test_one_line_of_the_log_lists_the_keys_without_effect(tmp_path: Path, caplo
     }  # fmt: skip
 
 
-AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "key", "expected"),
-    [
-        ({"rollout": {"max_model_len": 9000}}, "rollout.max_model_len", 9000),
-        ({"rollout": {"max_response_length_in_one_turn": 700}}, "rollout.max_turn_tokens", 700),
-        ({"rollout": {"multi_turn": {"max_steps": 5}}}, "rollout.max_turns", 5),
-        ({"rollout": {"num_repeat": 12}}, "training.group_size", 12),
-        ({"rollout": {"temperature": 0.4}}, "rollout.temperature", 0.4),
-        ({"data": {"train_batch_size": 3}}, "training.prompts_per_step", 3),
-        ({"trainer_common": {"optim": {"lr": "3e-6"}}}, "training.learning_rate", 3e-6),
-        ({"trainer_common": {"use_kl_loss": True, "kl_loss_coef": 0.03}}, "training.beta", 0.03),
-        ({"trainer_common": {"kl_loss_coef": 0.03}}, "training.beta", 0.03),
-        ({"trainer_common": {"use_kl_loss": True}}, "training.beta", 0.002),
-        ({"trainer_common": {"use_kl_loss": False, "kl_loss_coef": 0.03}}, "training.beta", 0),
-        ({"trainer_common": {}}, "training.beta", 0),
-        ({}, "rollout.loop_reward", 0),
-        ({"rollout": {"agent_madness_reward": -0.5}}, "rollout.loop_reward", -0.5),
-        ({"rollout": {"agent_madness_reward": 0.0}}, "rollout.loop_reward", 0),
-        ({"rollout": {"compute_madness_checklist": ["nonsense"]}}, "rollout.loop_reward", -1),
-        ({"rollout": {"compute_madness_checklist": []}}, "rollout.loop_reward", None),
-        ({"rollout": {"compute_madness_checklist": ["wrong_toolcall"]}}, "rollout.loop_reward", None),
-        (
-            {"rollout": {"compute_madness_checklist": ["wrong_toolcall", "nonsense"], "agent_madness_reward": -2}},
-            "rollout.loop_reward",
-            -2,
-        ),
-        ({"debug": {"debug_first_n_tasks": 3}}, "training.debug_prompts", 3),
-        ({"task_judge": {"alien_llm_model": "other"}}, "judge.model", "other"),
-        ({"task_judge": {"alien_llm_response_length": 99}}, "judge.max_tokens", 99),
-        ({}, "judge.model", "qwen3-235b-a22b-instruct-2507"),
-        ({"model": {"path": "models/of/mine"}}, "model.base", "{root}/models/of/mine"),
-        ({"model": {"path": "./mine"}}, "model.base", "{root}/mine"),
-        ({"model": {"path": "org/mine"}}, "model.base", "org/mine"),
-        (AGENT, "rollout.agent.workflow", "agents->Mine"),
-        ({"rollout": {"agentscope_workflow": "a.py->B"}}, "rollout.agent.workflow", "{root}/a.py->B"),
-        ({"rollout": {"agentscope_learn_protocol": "a.py->B"}}, "rollout.agent.folder", "{root}"),
-        (AGENT | {"task_judge": {"judge_protocol": "./j.py->J"}}, "rollout.reward_function", "{root}/j.py->J"),
-        (AGENT | {"task_judge": {"judge_type": "customized_protocol"}}, "rollout.reward.workflow", 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "key", "expected"), EFFECTS, ids=str)
 @pytest.mark.parametrize("root", ["ajet", "astuner"])
 def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, root: str, tmp_path: Path) -> None:
     below = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {"base_url": "x"}}}
@@ -162,11 +100,9 @@ def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, roo
 
 def translated(settings: dict[str, Any], **own: Any) -> Any:
     raw = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {}, **settings}, **own}
-    sections = Config.model_fields.keys()
-    rows = agentjet.rows_of(raw, sections, None)
-    return agentjet.settings_of(
-        raw, foreign.applied(rows, "use a.yaml", "a.yaml", "agentjet"), rows, sections, "a.yaml"
-    )[0]
+    found = translate(raw, None)
+    found.check("use a.yaml", "a.yaml")
+    return found.settings
 
 
 @pytest.mark.parametrize(
@@ -253,6 +189,8 @@ TRACED = {"feedback_tracing": SECTION}
             "unknown key `ajet.task_reader.feedback_tracing.alien_llm_modell`",
         ),
         (reading("tracing"), "`ajet.feedback_tracing` is missing"),
+        ({"task_reader": {"type": "tracing"}, "model": MODEL}, "`feedback_tracing` is missing"),
+        ({"task_reader": {"type": "jsonl"}, "model": MODEL}, "`task_reader.jsonl.training.file_path` is missing"),
         (reading("huggingface_dat_repo"), "`ajet.task_reader.huggingface_dat_repo.dataset_path` is missing"),
         (reading("jsonl"), "`ajet.task_reader.jsonl.training.file_path` is missing"),
         (reading("of_mine"), "`ajet.task_reader.type` is of_mine, which Flywheel does not"),
@@ -431,6 +369,8 @@ def test_the_names_of_a_workflow_and_the_settings_that_it_gets(tmp_path: Path, k
             "rollout": {key: "agents.sums->Sums", "multi_turn": {"max_steps": 5}},
         },
         "board": {"size": 4, "api_key": "abc", "keys": ["sk-0123456789abcdefghij"], "token": 7},
+        "warmup": {"moves": 3},
+        "seed": 5,
         "judge": {"model": "ours"},
     }
     agent = read(tmp_path, raw).rollout.agent
@@ -439,6 +379,8 @@ def test_the_names_of_a_workflow_and_the_settings_that_it_gets(tmp_path: Path, k
     assert agent.config == {
         "ajet": raw["astuner"],
         "board": {"size": 4, "api_key": None, "keys": [None], "token": 7},
+        "warmup": {"moves": 3},
+        "seed": 5,
     }
 
 

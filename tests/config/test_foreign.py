@@ -10,9 +10,9 @@ import pytest
 
 from flywheel.config.agentjet import AGENTJET
 from flywheel.config.file import Config
-from flywheel.config.foreign import Row, Table, Without, applied
+from flywheel.config.foreign import SECTIONS, Row, Table, Without, check, settings_in
 from flywheel.config.ingest import DatasetSettings, JsonlSource
-from flywheel.config.sage import INSTEAD, NOTHING, SAGE
+from flywheel.config.sage import SAGE
 from flywheel.config.training import AgentProgramSettings, RewardSettings
 from flywheel.config.trinity import TRINITY
 from flywheel.errors import ConfigError
@@ -21,7 +21,9 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "reference" / "sage.md"
 OF_TUNE = ("train_dataset", "eval_dataset", "monitor_type")
 """What a key may be used as besides a setting: an argument of `tune`."""
-SECTIONS = {
+OPTIONS = ("sft_config", "rl_config", "grpo", "reward_config")
+"""Classes of SAGE whose options the page has without their names."""
+MADE = {
     "sources": JsonlSource(type="jsonl", path=Path("p")),
     "dataset": DatasetSettings(path="d"),
     "agent": AgentProgramSettings(command=["a"]),
@@ -43,7 +45,7 @@ def default_of(key: str) -> Any:
     """The default of one of Flywheel's keys. Raises AttributeError for one that does not exist."""
     value: Any = Config()
     for name in key.split("."):
-        value = value if name.isdecimal() else SECTIONS.get(name) or getattr(value, name)
+        value = value if name.isdecimal() else MADE.get(name) or getattr(value, name)
     return value
 
 
@@ -83,20 +85,29 @@ def test_a_value_is_copied_or_made_and_the_last_name_counts() -> None:
     assert TABLE.rows([("a", "a", None)]) == []
 
 
-def test_one_line_lists_what_has_no_effect_and_an_error_has_the_first_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    keys = ("a", "sectoin", "unknown", "section.x")
+def test_one_line_lists_what_has_no_effect_and_an_error_has_all_refused(caplog: pytest.LogCaptureFixture) -> None:
+    rows = TABLE.rows((key, key, 1) for key in ("a", "sectoin", "unknown", "section.x"))
     with caplog.at_level(logging.WARNING):
-        assert applied(TABLE.rows((key, key, 1) for key in keys), "use it", "x.yaml", "page") == {"ours": {"a": 1}}
+        check(rows, "use it", "x.yaml", "page")
+    assert settings_in(rows) == {"ours": {"a": 1}}
     assert caplog.messages == [
         "x.yaml: without effect: sectoin (did you mean section?), unknown, section.x; see `flywheel docs page`"
     ]
-    refused = [("never", "never", 1), ("mode", "mode", 2), ("closed.key", "closed.key", 3)]
-    for count, more in ((1, ""), (2, " The file has 1 more refused key."), (3, " The file has 2 more refused keys.")):
-        with pytest.raises(ConfigError) as error:
-            applied(TABLE.rows(refused[:count]), "use it", "x.yaml", "page")
-        assert error.value.hint == f"Use a.{more} See `flywheel docs page`."
+    refused = TABLE.rows([("never", "never", 1), ("mode", "mode", 2), ("closed.key", "closed.key", 3)])
+    with pytest.raises(ConfigError, match=r"`never` is an option of theirs\. Use a\. See `flywheel docs page`\.$"):
+        check(refused[:1], "use it", "x.yaml", "page")
+    with pytest.raises(ConfigError) as error:
+        check(refused, "use it", "x.yaml", "page")
+    assert str(error.value).splitlines() == [
+        "cannot use it: 3 keys are refused (see `flywheel docs page`):",
+        "- `never` is an option of theirs. Use a.",
+        "- `mode` is 2: there is no other mode. Set it to x or y, or remove it.",
+        "- unknown key `closed.key`. Correct it.",
+    ]
+
+
+def test_the_sections_of_flywheels_own_files_are_known() -> None:
+    assert Config.model_fields.keys() == SECTIONS
 
 
 @pytest.mark.parametrize("table", [AGENTJET, TRINITY, SAGE], ids=lambda table: table.page)
@@ -127,15 +138,9 @@ def test_the_page_of_sages_options_is_true() -> None:
         assert why != "–" or plain == [there], names
         for name in names.split("`, `"):
             said.setdefault(name, set()).update(uses)
-    table = {name: {use} for name, use in SAGE.uses.items()}
-    for names, uses in [*INSTEAD.items(), *((names, "") for names in NOTHING)]:
-        for name in names.split():
-            table.setdefault(name.rpartition(".")[2], set()).update(filter(None, uses.split(", ")))
-    read = {
-        "algorithm",
-        "ppo_config",
-        "algorithm.adv_estimator",
-        "algorithm.use_kl_in_reward",
-        *(SAGE.names - SAGE.uses.keys()),
-    }
-    assert {name: uses for name, uses in said.items() if name not in read} == table
+    table: dict[str, set[str]] = {}
+    for name in (SAGE.names | {each for each in SAGE.refused if "=" not in each}) - {"class"}:
+        section, _, option = name.partition(".")
+        table.setdefault(option if section in OPTIONS else name, set()).update({SAGE.uses.get(name, "")} - {""})
+    of_astuner = {"algorithm.adv_estimator", "algorithm.use_kl_in_reward", "ppo_config"}
+    assert {name: uses for name, uses in said.items() if name not in of_astuner} == table

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flywheel.config import foreign
-from flywheel.config.file import Config, load
+from flywheel.config.file import load
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import merged
 from flywheel.config.trinity import DATASET, EVAL_TASKSETS, TASKSET, TRINITY, rows_of, settings_of
@@ -31,7 +31,7 @@ PAIRS = [
 
 
 def translated(raw: dict[str, Any]) -> dict[str, Any]:
-    rows, own = rows_of(raw, Config.model_fields.keys())
+    rows, own = rows_of(raw)
     return merged(settings_of(rows, "x.yaml"), own)
 
 

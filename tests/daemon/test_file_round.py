@@ -218,6 +218,22 @@ def test_data_that_cannot_be_trained_on(tmp_path: Path, stage: str, lines: list[
         tasks_of(settings(tmp_path, stage), data, None, compares=False)
 
 
+def test_a_dialog_that_only_calls_tools_without_arguments_is_left_out(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Is it cold in Oslo?"},
+        {"role": "assistant", "content": "I call weather_query_001."},
+        {"role": "tool", "tool_id": "weather_query_001", "content": "-7"},
+    ]
+    lines = [{"turns": turns}, {"turns": [*turns, {"role": "assistant", "content": "Yes."}]}]
+    data, read = written(tmp_path / "data.jsonl", lines), ReadRows()
+    [task], _ = tasks_of(settings(tmp_path, "sft"), data, None, compares=False, read=read)
+    assert [message.get("weight") for message in task.reply] == [0, None, None]
+    assert [read.places[task_id][1] for task_id in read.left_out] == [1]
+    assert {why for _, why in read.notes} == {"`content.call without arguments` is not read"}
+    with pytest.raises(ConfigError, match="no line can be trained on: its messages have the weight 0"):
+        tasks_of(settings(tmp_path, "sft"), written(data, lines[:1]), None, compares=False)
+
+
 def test_a_rubric_or_the_users_agent_rewards_answers(tmp_path: Path) -> None:
     assert not has_rewards(settings(tmp_path, "sft"))
     assert has_rewards(settings(tmp_path, "sft", filter={"rubric": str(BOXED_RUBRIC)}))

@@ -17,6 +17,7 @@ import yaml
 from flywheel.config.file import Config
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.publishing import model_card, publish
+from flywheel.records.round import StageResult
 from flywheel.records.states import RoundState
 from flywheel.serving.adapter_files import FILES
 from flywheel.serving.alias_target import AliasTarget
@@ -146,13 +147,15 @@ async def test_a_copy_that_was_cut_off_is_made_again(published: Published) -> No
 
 async def test_the_card_is_in_the_hubs_form(published: Published, tmp_path: Path, store: Store) -> None:
     seen = comparison(0.2)
-    await store.write(put_tested_round, 3, RoundState.PROMOTED, tmp_path, seen, gate=GUARDED, parent="r0001")
+    about: Any = {"gate": GUARDED, "parent": "r0001"}
+    about["stages"] = [StageResult(stage=name, outcome="trained") for name in ("sft 1", "sft 2", "grpo")]
+    await store.write(put_tested_round, 3, RoundState.PROMOTED, tmp_path, seen, **about)
     card = await store.read(model_card, "agent", "r0003")
     _, front, text = card.split("---\n", 2)
     about = yaml.safe_load(front)
     assert about["base_model"] == "a/base"
     assert about["library_name"] == "peft"
-    assert "lora" in about["tags"]
+    assert about["tags"] == ["lora", "agentscope-flywheel", "sft", "grpo"]
     for shown in (
         "# agent, adapter r0003", "## Data", "0 samples", "trained on from r0001", "## Gate", "gain +0.200",
         "+0.100 to +0.300", "20 held-out tasks", "criterion safe", "## Files", "0" * 64, "## Limits",

@@ -21,6 +21,7 @@ from flywheel.records.round import (
     RoundResult,
     RoundSpec,
     Score,
+    StageResult,
     SuiteComparison,
 )
 from flywheel.records.states import LIVE_ROUND, AdapterState, DeploymentState, RoundState
@@ -136,6 +137,7 @@ def put_tested_round(
     tail: str = "",
     decided: bool = True,
     parent: str | None = None,
+    stages: Sequence[StageResult] = (),
 ) -> None:
     """A round with a test of the gate; with a comparison it has an adapter, and if `decided` a decision, whose
     reason is the round's."""
@@ -146,7 +148,7 @@ def put_tested_round(
     if seen is None:
         return
     adapter = AdapterRef(name=name, path=str(path / "adapter"), sha256="0" * 64)
-    result = RoundResult(round_id=name, outcome="trained", adapter=adapter, comparison=seen)
+    result = RoundResult(round_id=name, outcome="trained", adapter=adapter, comparison=seen, stages=[*stages])
     conn.execute(update(rounds).where(rounds.c.id == number).values(result=result.model_dump(mode="json")))
     gate_tests.spend(conn, number, seen)
     put_adapter(conn, number, path / "adapter", id=number, parent=parent)

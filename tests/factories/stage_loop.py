@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flywheel.config.file import Config
-from flywheel.config.training import Stage
+from flywheel.config.training import Stage, TrainingSettings
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.round_progress import Meter
@@ -71,11 +71,12 @@ class StandInAdapters:
 
 def work(spec: RoundSpec, settings: Config, directory: Path, trainers: Any, stage: Any = "grpo") -> StageWork:
     """Of the first stage of a round on the base model, whose engines have nothing."""
-    folder = stage_adapter(directory, 1, stage).parent
+    [planned] = TrainingSettings(stages=[stage]).planned
+    folder = stage_adapter(directory, planned).parent
     folder.mkdir(parents=True, exist_ok=True)
     adapters: Any = StandInAdapters()
     meter = Meter(directory, steps=settings.training.steps)
-    return StageWork(spec, settings, directory, Training(None), trainers, adapters, meter, folder)
+    return StageWork(spec, settings, directory, Training(None), trainers, adapters, meter, folder, planned.name)
 
 
 class TrainersHere(Trainers):

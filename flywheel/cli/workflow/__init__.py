@@ -1,4 +1,4 @@
-"""`flywheel workflow`: try the user's own agent."""
+"""`flywheel workflow`: try the user's own agent, and make an environment for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
+    absolute,
     command_group,
     load_config,
     print_error,
@@ -18,6 +19,7 @@ from flywheel.cli.app import (
     read_state,
     run_async,
 )
+from flywheel.cli.tables import short_path
 from flywheel.errors import EXIT_FAILED, ConfigError
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
@@ -30,15 +32,17 @@ if TYPE_CHECKING:
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
 
-workflow = command_group("workflow", "Check that your own agent works in rollouts.")
+FunctionArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
+]
+
+workflow = command_group("workflow", "Check that your own agent works in rollouts, and make an environment for it.")
 
 
 @workflow.command()
 def check(
-    function: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
-    ] = None,
+    function: FunctionArgument = None,
     config: ConfigOption = None,
     task: Annotated[
         str | None,
@@ -76,6 +80,42 @@ def check(
         raise typer.Exit(EXIT_FAILED)
 
 
+@workflow.command()
+def env(
+    function: FunctionArgument = None,
+    config: ConfigOption = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="The folder of the environment, which must not exist.")
+    ] = Path("agentscope-1"),
+    requirement: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Also install the packages in this file of pip's requirements. Repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Make a virtual environment with AgentScope 1.0.21 for your own agent, and print the setting for it.
+
+    It also names the modules that the agent's files import and that the environment lacks. They are not installed,
+    because a package can have another name than its module: name the packages with --requirement.
+    """
+    from flywheel.training.program import agentscope_1
+
+    settings = _with_function(load_config(config), function)
+    if getattr(settings.rollout.agent, "workflow", None) is None:
+        why = "rollout.agent names no workflow"
+        raise ConfigError("make an environment", why, "Name one there, or as FILE.py:function on the command line.")
+    imports = agentscope_1.imports_of(settings.rollout.model_dump(mode="json"))
+    python = agentscope_1.make(absolute(output), [absolute(file) for file in requirement or ()])
+    for module in agentscope_1.missing(python, imports):
+        files = ", ".join(short_path(file) for file in imports[module])
+        typer.echo(escape_terminal(f"missing: {module}, which {files} imports"))
+    typer.echo(escape_terminal(f"rollout.agent.python: {python}"))
+
+
 async def _check(
     config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None, answers: int
 ) -> Checked:
@@ -87,7 +127,7 @@ async def _check(
     from flywheel.training.program.program_pool import program_of
 
     attempted = "check the workflow"
-    program = program_of(_with_function(config, function) if function is not None else config)
+    program = program_of(_with_function(config, function))
     if program is None:
         why = "rollout.agent names no workflow and no command"
         raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
@@ -103,10 +143,12 @@ async def _check(
     return await checked_run.check(program, line, server, models, key=key, accepted=accepted)
 
 
-def _with_function(config: Config, function: str) -> Config:
-    """The settings with this function, whose path is relative to the working directory."""
+def _with_function(config: Config, function: str | None) -> Config:
+    """The settings with this function, if one is given, whose path is relative to the working directory."""
     from flywheel.config.file import parse
 
+    if function is None:
+        return config
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())

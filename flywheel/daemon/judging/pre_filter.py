@@ -96,7 +96,7 @@ class PreFilter:
         # A burst can include tasks that were judged earlier: they are not among these.
         here = held & redacted.keys()
         results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
-        if self._chain.is_agentjets and any(isinstance(step, Deduplication) for step in self._chain.after):
+        if any(isinstance(step, Deduplication) for step in self._chain.after):
             # They would be dropped behind the judge, who would be paid for what it has said before.
             hashes = {task.id: task.line["metadata"]["qa_hash"] for task in sound}
             for number, repeats in self._ask(deduplication.accepted_before, near, hashes).items():

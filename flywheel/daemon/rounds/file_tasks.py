@@ -80,11 +80,11 @@ def task_of(row: DataRow, config: Config) -> RoundTask:
     task = round_task(row.task, config, is_accepted=True)
     right = {"metadata": {"reference": row.task["answer"], **task.exchange.line.get("metadata", {})}}
     is_written = row.task["metadata"]["structured_json"] == "null" and has_target(row.reply)
-    reply = row.reply if is_written and RECORDED & {*config.training.stages} else ()
+    reply = row.reply if is_written and RECORDED & {*config.training.kinds} else ()
     return task.model_copy(
         update={
             "exchange": replace(task.exchange, reference="", line=right),
             "reply": reply,
-            "rejected": row.worse_reply if "dpo" in config.training.stages else (),
+            "rejected": row.worse_reply if "dpo" in config.training.kinds else (),
         }
     )

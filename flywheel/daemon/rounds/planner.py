@@ -186,7 +186,7 @@ def plan(
             raise TrainError(
                 "plan a round", f"no free sample fits: {why}", "Change the settings that leave them out."
             )
-        if RECORDED & {*config.training.stages} and not takes.train.rejected_uses:
+        if RECORDED & {*config.training.kinds} and not takes.train.rejected_uses:
             room = most_samples(config) - len(own.tasks) - len(own.replayed)
             more = samples.accepted_by_people(conn, room, takes.train)
     return rounds.plan(
@@ -255,6 +255,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     Raises TrainError.
     """
     _check(conn, config, "try a round")
+    config = config.model_copy(update={"training": config.training.of_grpo[0]})
     if (prompts := config.training.debug_prompts) is not None:
         config = _of_size(config, prompts)
     asked = config.rollout.prompts_asked(config.training.prompts_per_step)
@@ -285,8 +286,9 @@ def _spec(
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
             "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
-    if trains and config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
-        log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
+    if trains and config.training.prompts_per_step > (most := len(tasks.train)):
+        asked = config.training.prompts_per_step
+        log.info("each step asks all %d tasks: training.prompts_per_step is %d", most, asked)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
     own = {

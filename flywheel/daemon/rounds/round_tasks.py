@@ -94,7 +94,7 @@ def _tasks(
             left_out[task.task_id] = why
         else:
             found.append(task)
-    if split is Split.TRAIN and "dpo" in config.training.stages:
+    if split is Split.TRAIN and "dpo" in config.training.kinds:
         return _paired(conn, found, config, redact)
     return found
 
@@ -162,7 +162,7 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
-        reply=_reply(line, parts.steps) if is_accepted and RECORDED & {*config.training.stages} else (),
+        reply=_reply(line, parts.steps) if is_accepted and RECORDED & {*config.training.kinds} else (),
         is_of_teacher=config.is_teacher(metadata["model"], metadata["adapter"]),
         line=program_line(line, is_accepted=is_accepted) if agent == "program" else {},
         steps=parts.steps if has_recordings else (),

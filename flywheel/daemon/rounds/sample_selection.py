@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -102,7 +103,7 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
             order = f"a pool, of which the worker takes {coreset.size:,} by {coreset.strategy}; {order}"
     earlier: list[Candidate] = []
     if (replay := config.training.replay) is not None:
-        is_grpo = "grpo" in config.training.stages
+        is_grpo = "grpo" in config.training.kinds
         rows = samples.replayable(conn, config.takes.train, replay.buffer, rubric.hash, with_spread=is_grpo)
         earlier = _weighed(conn, rows, rules)
         random.Random(seed).shuffle(earlier)
@@ -240,16 +241,16 @@ def most_samples(config: Config) -> int:
 
 
 def _room(config: Config) -> int:
-    """The most samples that a round has: those that its steps use. SFT uses as many as there are."""
-    training = config.training
-    if "sft" in training.stages:
-        return config.trigger.max_samples
-    return min(config.trigger.max_samples, _of_steps(config))
+    """The most samples that a round has: those that its steps use, or that its stages may take. SFT uses as many as
+    there are."""
+    training, taken = config.training, [each.samples or math.inf for each in config.training.planned]
+    used = math.inf if "sft" in training.kinds else _of_steps(config)
+    return int(min(config.trigger.max_samples, used, sum(taken)))
 
 
 def _of_steps(config: Config) -> int:
     """The samples that the steps of GRPO use."""
-    return config.training.steps * config.rollout.prompts_asked(config.training.prompts_per_step)
+    return sum(each.steps * config.rollout.prompts_asked(each.prompts_per_step) for each in config.training.of_grpo)
 
 
 @dataclass(frozen=True, slots=True)

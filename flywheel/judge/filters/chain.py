@@ -8,9 +8,9 @@
       - {type: llm_evaluate}
 
 Filters run by cost, the cheapest first, unless `keep_order` is set. A disabled filter has no effect. A filter that
-raises fails its task and no other. The filters of an AgentJet file run in its order, and where `llm_evaluate` is off
-there, no judge is asked. This module reads chains and runs the filters of single task lines. The pre-filter
-runs `deduplication`, which needs the store; rounds apply `influence`.
+raises fails its task and no other. The filters of an AgentJet file are such a chain, with `keep_order` and `decides`.
+This module reads chains and runs the filters of single task lines. The pre-filter runs `deduplication`, which needs
+the store; rounds apply `influence`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class ChainFile(Section):
     """What it is for."""
     keep_order: bool = False
     """Run the filters in the order of the file, even if the judge is called for tasks that a later one rejects."""
+    decides: bool = False
+    """Without an enabled `llm_evaluate`, accept what passes the filters: no judge is asked."""
     filters: list[FilterEntry] = Field(max_length=64)
     """The filters."""
 
@@ -134,15 +136,10 @@ class Chain:
     """Removes personal data from a task line; None without a `pii` filter that does."""
     influence: Influence | None = None
     judge: LlmEvaluate | None = None
-    is_agentjets: bool = False
-    """Whether it is the filters of AgentJet's or ASTuner's file, and no chain of Flywheel's own."""
+    decides: bool = False
+    """Whether it accepts what passes its filters, and no judge is asked."""
     notices: tuple[str, ...] = ()
     """What differs from the file, for the user."""
-
-    @property
-    def decides(self) -> bool:
-        """Whether it accepts what passes its filters, and no judge is asked."""
-        return self.is_agentjets and self.judge is None
 
     @property
     def deduplication(self) -> Deduplication | None:
@@ -163,7 +160,8 @@ def load_chain(
     such file. Relative paths start at `folder`, by default the chain's."""
     folder = folder or path.parent
     file, document = _read(path, if_missing)
-    digest = hashlib.sha256(file.model_dump_json(exclude={"filters"}).encode())
+    # `decides` says who decides, not how the filters do.
+    digest = hashlib.sha256(file.model_dump_json(exclude={"filters", "decides"}).encode())
     filters: list[tuple[str, LineFilter | Parameters]] = []
     redactors: list[Redactor] = []
     for index, entry in enumerate(file.filters):
@@ -207,7 +205,8 @@ def load_chain(
             f"{path}: the filters run by cost, the cheapest first: {', '.join(name for name, _ in ordered)}. "
             "Set keep_order: true to run them in the order of the file"
         )
-    if document is None and not any(isinstance(step, LlmEvaluate) for step in steps):
+    evaluate = next((step for step in steps if isinstance(step, LlmEvaluate)), None)
+    if file.decides and evaluate is None:
         notices.append(f"{path}: its filters have no enabled llm_evaluate: they alone decide, and no judge is asked")
     judge = next((index for index, step in enumerate(steps) if isinstance(step, LlmEvaluate)), len(steps))
     return Chain(
@@ -217,8 +216,8 @@ def load_chain(
         after=tuple(step for step in steps[judge:] if isinstance(step, Step)),
         redact=(lambda line: reduce(lambda so_far, each: each(so_far), redactors, line)) if redactors else None,
         influence=next((step for step in steps if isinstance(step, Influence)), None),
-        judge=next((step for step in steps if isinstance(step, LlmEvaluate)), None),
-        is_agentjets=document is None,
+        judge=evaluate,
+        decides=file.decides and evaluate is None,
         notices=tuple(notices),
     )
 
@@ -242,13 +241,17 @@ def redactor_of(config: Config) -> Redactor | None:
 
 def influence_of(config: Config) -> Influence | None:
     """The `influence` of the configured chain, None without one. Loads no Python file. Raises ConfigError."""
+    return next((params for _, params in entries_of(config) if isinstance(params, Influence)), None)
+
+
+def entries_of(config: Config) -> list[tuple[FilterEntry, Parameters | None]]:
+    """The filters of the configured chain with their parameters, None for a disabled one. Loads no Python file.
+    Raises ConfigError."""
     path = config.filter.chain
     if path is None:
-        return None
+        return []
     file, document = _read(path, config.correction("filter", "chain"))
-    entries = [(index, entry) for index, entry in enumerate(file.filters) if entry.type == "influence"]
-    found = (_parameters(path, document, index, entry) for index, entry in entries)
-    return next((params for params in found if isinstance(params, Influence)), None)
+    return [(entry, _parameters(path, document, index, entry)) for index, entry in enumerate(file.filters)]
 
 
 def _read(path: Path, if_missing: str) -> tuple[ChainFile, YamlDocument | None]:

@@ -16,6 +16,7 @@ import jsonschema_rs
 import yaml
 from pydantic import ValidationError
 
+from flywheel.config.sage import RUBRIC, rubrics_in
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.python_check import Python, load
@@ -68,8 +69,12 @@ class RubricFile:
 
 
 def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
-    """Read a rubric. Raises ConfigError; `if_missing` is its remedy if there is no such file."""
-    read = validate(read_yaml(path, f"read rubric {path}", if_missing), path.parent)
+    """Read a rubric, or SAGE's configuration with rewards. Raises ConfigError; `if_missing` is its remedy if there is
+    no such file."""
+    document = read_yaml(path, f"read rubric {path}", if_missing)
+    if (made := rubrics_in(document.value).get(RUBRIC)) is not None:
+        return parse_rubric(made, str(path))
+    read = validate(document, path.parent)
     if read.rubric is None:
         raise ConfigError(f"use rubric {path}", "; ".join(map(str, read.problems)), REMEDY)
     return read.rubric

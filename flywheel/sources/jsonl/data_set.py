@@ -1,4 +1,4 @@
-"""Data sets of tasks: files, folders, and data sets of the Hub, as JSON lines.
+"""Data sets of tasks: files, folders, data sets of the Hub, and rows in memory, as JSON lines.
 
 Files of JSON lines are read here. `datasets` reads all others, in the interpreter that trains: it is no part of the
 base install.
@@ -7,6 +7,7 @@ base install.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from flywheel.sources.jsonl.data_set_process import FILES
 from flywheel.system.process_folder import ProcessFolder
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FIELDS: Final = ("path", "name", "split", "prompt_key", "response_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,12 @@ class DataSet:
     """A data set.
 
     Attributes:
-        path: A file, a folder, or a name of the Hub.
+        path: A file, a folder, or a name of the Hub; what rows are called.
         name: The subset of a folder or of the Hub.
         split: The split, perhaps with a range (`train[:100]`).
         prompt_key: The key of the question; empty for the usual ones.
         response_key: The key of the right answer; empty for the usual ones.
+        rows: The lines of a data set in memory.
     """
 
     path: str
@@ -41,14 +44,22 @@ class DataSet:
     split: str = "train"
     prompt_key: str = ""
     response_key: str = ""
+    rows: tuple[bytes, ...] | None = None
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Of a path, a mapping, or an object with such fields."""
+        """Of a path, a mapping, an object with such fields, or the rows themselves. Raises ConfigError for anything
+        else, and for a row that is no JSON."""
         if isinstance(given, str | Path):
             return cls(str(given))
-        fields = given if isinstance(given, Mapping) else {key: getattr(given, key, None) for key in cls.__slots__}
-        return cls(**{key: str(fields[key]) for key in cls.__slots__ if fields.get(key) is not None})
+        if isinstance(given, Iterable) and not isinstance(given, Mapping) and not hasattr(given, "path"):
+            return cls("rows", rows=tuple(itertools.starmap(_line, enumerate(given, 1))))
+        fields = given if isinstance(given, Mapping) else {key: getattr(given, key, None) for key in _FIELDS}
+        found: dict[str, Any] = {key: str(fields[key]) for key in _FIELDS if fields.get(key) is not None}
+        if "path" not in found:
+            why = f"a value of the type {type(given).__name__} is none"
+            raise ConfigError("read a data set", why, "Name a file, or give a list of rows, each a mapping.")
+        return cls(**found)
 
     @property
     def is_lines(self) -> bool:
@@ -70,6 +81,9 @@ def trainer_python(given: str | Path | None) -> Path:
 def lines_of(dataset: DataSet, python: Path, attempted: str, parent: Path | None = None) -> Iterator[Iterable[bytes]]:
     """The lines of a data set, of which there may be a copy in a folder of `parent` meanwhile. Raises ConfigError if
     it cannot be read."""
+    if dataset.rows is not None:
+        yield dataset.rows
+        return
     path = Path(dataset.path).expanduser()
     with contextlib.ExitStack() as stack:
         if not dataset.is_lines:
@@ -114,6 +128,13 @@ def answer_of(python: Path, module: str, request: Mapping[str, Any], attempted: 
         why = f"{python} cannot run Flywheel: {last.strip()}"
     hint = "Name an interpreter with agentscope-flywheel[gpu] or [cpu] in $FLYWHEEL_TRAINER_PYTHON."
     raise TrainError(attempted, why, hint)
+
+
+def _line(number: int, row: Any) -> bytes:
+    try:
+        return json.dumps(row).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError("read rows", f"line {number}: {error}", "Each is one task, a JSON object.") from None
 
 
 def _load(dataset: DataSet, python: Path, output: Path, attempted: str) -> None:

@@ -41,7 +41,7 @@ from flywheel.records.task import (
 )
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, arguments_text, functions_by_name
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolCall, ToolDefinition, get_path, reasoning_of
-from flywheel.sources.jsonl import arrow_nulls, batch_lines, sharegpt
+from flywheel.sources.jsonl import arrow_nulls, batch_lines, sage, sharegpt
 from flywheel.sources.spans.recorded_calls import inexact_because
 from flywheel.system.files import json_line, json_problem
 
@@ -579,7 +579,7 @@ class _Line(NamedTuple):
 def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
     """The reply that a parsed line describes. Raises LineError."""
     _restore_large_integers(line, text)
-    _translate(line)
+    unread = _translate(line)
     if isinstance(line.get("messages"), str):
         # Trinity-RFT's reader and Flywheel's export for it have the messages as JSON text.
         line["messages"] = _json(line, "messages", list) or line["messages"]
@@ -589,7 +589,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
     # Flywheel's own exports have the tools as JSON text.
     offered = {key: _tools(_list(line, key)) for key in ("tools", "functions")}
     tools = offered["tools"] or offered["functions"] or _tools(_list(metadata, "tools_json"))
-    unread = [key for key, read in offered.items() if not read and line.get(key) not in (*_NOTHING, "null", "[]")]
+    unread += [key for key, read in offered.items() if not read and line.get(key) not in (*_NOTHING, "null", "[]")]
     functions = functions_by_name(tools) if b"null" in text else None
     for key in (*HISTORY, "completion"):
         if isinstance(line.get(key), list):
@@ -710,8 +710,9 @@ def _exact(line: TaskLine, text: bytes) -> TaskLine:
     return line
 
 
-def _translate(line: TaskLine) -> None:
-    """Bring the keys of ShareGPT and of verl into those that are read. Raises LineError."""
+def _translate(line: TaskLine) -> list[str]:
+    """Bring the keys of ShareGPT, SAGE and verl into those that are read. Returns those that are not read. Raises
+    LineError."""
     if batch_lines.id_of(line):
         raise LineError(
             "it is a line of a batch (`custom_id`), and the file begins with another one: divide the file"
@@ -723,6 +724,8 @@ def _translate(line: TaskLine) -> None:
         is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
         answer = truth if is_plain else json.dumps(truth, ensure_ascii=False)
         line["metadata"] = {**metadata, GROUND_TRUTH: {"answer": answer}}
+    is_of_sage = not any(line.get(key) for key in QUERY) and sage.translate(line)
+    return ["split"] if is_of_sage and line.get("split") else []
 
 
 def _extra(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,14 +29,18 @@ def prompt(line: dict[str, Any]) -> list[ChatMessage]:
 def reply(line: dict[str, Any]) -> list[ChatMessage]:
     """The whole reply: the agent's steps with the results of its tools, then its answer.
 
-    Raises LeftOut for a reply that the model did not write as text.
+    Raises LeftOut for a reply that the model did not write as text, and for one that is not to be trained on as a
+    whole.
     """
     if not line["answer"].strip():
         raise LeftOut("the answer is empty")
     if metadata(line, "structured_json") is not None:
         # The model returned it by a tool call that ends the reply; the text is the agent framework's.
         raise LeftOut("the answer is structured output, which the model did not write as text")
-    return [*messages(metadata(line, "trajectory_json")), {"role": "assistant", "content": line["answer"]}]
+    steps = metadata(line, "trajectory_json")
+    if any(step.get("weight") == 0 and step.get("tool_calls") for step in steps):
+        raise LeftOut("a call of it is not to be trained on (a weight of 0), which the format cannot say")
+    return [*messages(steps), {"role": "assistant", "content": line["answer"]}]
 
 
 def tools(line: dict[str, Any]) -> str:

@@ -11,16 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from flywheel.records.reasons import in_one_clause
-from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
 from flywheel.training.data import chat_messages
 from flywheel.training.data.chat_messages import LeftOut
-from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import Pair, RecordedReply, Sample
+
+if TYPE_CHECKING:
+    # Not loaded, because the command line imports this module.
+    from flywheel.records.round import RoundTask
+    from flywheel.training.data.rollout import Rollout, RolloutBatch
 
 T = TypeVar("T")
 
@@ -100,7 +103,7 @@ class Pairs:
     def add_rollouts(self, batch: RolloutBatch, margin: float) -> None:
         """Of each group the rollouts with the highest and the lowest reward, of those that differ in their tokens, if
         their rewards differ by `margin`."""
-        groups = defaultdict[int, list[Rollout]](list)
+        groups: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in batch.rollouts:
             groups[rollout.request.group].append(rollout)
         with_misses = {group for group, reason in batch.dropped.items() if reason == "misses"}

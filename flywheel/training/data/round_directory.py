@@ -186,7 +186,7 @@ def identity_of(spec: RoundSpec) -> dict[str, Any]:
         "settings": settings,
         **({"candidate": made["candidate"]} if spec.candidate is not None else {}),
     }
-    files = {str(file): file_sha256(file) for file in sorted(_code_of(spec.settings.get("rollout", {})))}
+    files = {str(file): file_sha256(file) for file in sorted(code_of(spec.settings.get("rollout", {})))}
     return {
         FORMAT: FORMAT_NUMBER,
         **{name: sha256(json_line(part)).hexdigest() for name, part in parts.items()},
@@ -194,7 +194,7 @@ def identity_of(spec: RoundSpec) -> dict[str, Any]:
     }
 
 
-def _code_of(rollout: Mapping[str, Any]) -> set[Path]:
+def code_of(rollout: Mapping[str, Any]) -> set[Path]:
     """The files of the user's agent and of its further functions; none without one."""
     if not isinstance(agent := rollout.get("agent"), Mapping):
         return set()

@@ -11,14 +11,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from flywheel.config.file import Config
-from flywheel.config.training import Stage
+from flywheel.config.training import PlannedStage, TrainingSettings
 from flywheel.records.round import (
     ADAPTER_DIR,
     LONGEST_SYSTEM_PROMPT,
@@ -51,6 +51,8 @@ class Training:
     stages: list[StageResult] = field(default_factory=list)
     steps: int = 0
     rollout_steps: int = 0
+    prompts_per_step: int = 0
+    group_size: int = 0
     reward_first: float | None = None
     reward_last: float | None = None
     usage: dict[str, int] = field(default_factory=dict)
@@ -71,18 +73,23 @@ class Training:
         self.usage = add_usage(self.usage, batch.usage())
         self.system_prompts.update(batch.system_prompts)
 
-    def rolled_out(self, steps: int, first: float | None, last: float | None) -> None:
-        """A stage has had rollouts for so many steps, with these mean rewards."""
+    def rolled_out(self, settings: TrainingSettings, steps: int, first: float | None, last: float | None) -> None:
+        """A stage with these settings has had rollouts for so many steps, with these mean rewards."""
         self.steps += steps
+        self.prompts_per_step, self.group_size = settings.prompts_per_step, settings.group_size
         self.rollout_steps, self.reward_first, self.reward_last = steps, first, last
 
-    def end_stage(self, stage: Stage, tasks: int, steps: int, reason: str, adapter: AdapterRef | None) -> None:
-        """A stage on so many tasks has ended after so many steps, with an adapter or without."""
+    def end_stage(self, stage: str, tasks: int, steps: int, reason: str, adapter: AdapterRef | None) -> None:
+        """The stage of this name, on so many tasks, has ended after so many steps, with an adapter or without."""
         outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
         if reason:
             log.warning("stage %s %s: %s", stage, "is skipped" if adapter is None else "ended early", reason)
         self.stages.append(StageResult(stage=stage, outcome=outcome, reason=reason, steps=steps, tasks=tasks))
         self.adapter = adapter or self.adapter
+
+    def write(self, folder: Path) -> None:
+        """Note in its folder that a stage has ended, and what it and those before it ended with."""
+        write_atomic(folder / TRAINED_FILE, _TRAINING.dump_json(self))
 
     def figures(self, spec: RoundSpec, settings: Config, directory: Path) -> dict[str, Any]:
         """The fields of the result of a round whose stages have ended. What was set aside is noted."""
@@ -112,8 +119,8 @@ class Training:
         return Sampling(
             temperature=settings.rollout.temperature,
             steps=self.rollout_steps,
-            prompts=settings.rollout.prompts_asked(settings.training.prompts_per_step),
-            group_size=settings.training.group_size,
+            prompts=settings.rollout.prompts_asked(self.prompts_per_step),
+            group_size=self.group_size,
             system_prompts=[
                 SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
             ],
@@ -124,17 +131,12 @@ class Training:
 _TRAINING: Final = TypeAdapter(Training)
 
 
-def write_ended(folder: Path, training: Training) -> None:
-    """Note in its folder that a stage has ended, and what it and those before it ended with."""
-    write_atomic(folder / TRAINED_FILE, _TRAINING.dump_json(training))
-
-
-def ended_stages(parent: AdapterRef | None, stages: Sequence[Stage], directory: Path) -> Training:
+def ended_stages(parent: AdapterRef | None, stages: Sequence[PlannedStage], directory: Path) -> Training:
     """What the first stages ended with, as far as they have ended before."""
     ended = Training(parent)
-    for number, stage in enumerate(stages, 1):
+    for stage in stages:
         try:
-            folder = stage_adapter(directory, number, stage).parent
+            folder = stage_adapter(directory, stage).parent
             found = _TRAINING.validate_json((folder / TRAINED_FILE).read_bytes())
         except (OSError, ValidationError):
             break
@@ -144,41 +146,52 @@ def ended_stages(parent: AdapterRef | None, stages: Sequence[Stage], directory: 
     return ended
 
 
-def stage_adapter(directory: Path, number: int, stage: Stage) -> Path:
-    """The folder of a stage's adapter, beside which `TRAINED_FILE` appears when the stage has ended. `number` counts
-    from 1."""
-    return directory / STAGES_DIR / f"{number}-{stage}" / ADAPTER_DIR
+def stage_adapter(directory: Path, stage: PlannedStage) -> Path:
+    """The folder of a stage's adapter, beside which `TRAINED_FILE` appears when the stage has ended."""
+    return directory / STAGES_DIR / f"{stage.number}-{stage.kind}" / ADAPTER_DIR
 
 
 def adapter_of(name: str, path: Path) -> AdapterRef:
     return AdapterRef(name=name, path=str(path), sha256=tree_sha256(path))
 
 
-def tasks_by_stage(tasks: Sequence[RoundTask], stages: Sequence[Stage], seed: int) -> dict[Stage, list[RoundTask]]:
+def tasks_by_stage(tasks: Sequence[RoundTask], stages: Sequence[PlannedStage], seed: int) -> list[list[RoundTask]]:
     """The tasks that each stage trains on. Tasks of one conversation are in one stage: on prompts that were just
     taught, all rollouts are right, and GRPO has nothing to compare.
 
     SFT gets the replies of teachers, and the other stages the rest. Without both kinds, the conversations are divided
-    in equal parts, in an order that depends on `seed`; those without a reply to imitate are not for SFT.
+    in equal parts. Stages of SFT get no task without a reply to imitate, and one with `samples` no further
+    conversation once it has so many tasks. The order of the conversations depends on `seed`.
     """
-    if len(stages) == 1:
-        return {stages[0]: [task for task in tasks if task.reply or stages[0] != "sft"]}
+    if len(stages) == 1 and stages[0].samples is None:
+        return [[task for task in tasks if task.reply or stages[0].kind != "sft"]]
     conversations = defaultdict[str, list[RoundTask]](list)
     for task in tasks:
         conversations[task.conversation or task.task_id].append(task)
     names = sorted(conversations)
     random.Random(seed).shuffle(names)
     taught = [name for name in names if any(task.is_of_teacher for task in conversations[name])]
-    parts: dict[Stage, list[RoundTask]] = {stage: [] for stage in stages}
-    others: list[Stage] = [stage for stage in stages if stage != "sft"]
-    if "sft" in stages and 0 < len(taught) < len(names):
-        parts["sft"] = [task for name in taught for task in conversations[name] if task.reply]
-        names, stages = [name for name in names if name not in set(taught)], others
-    turns = cycle(stages)
-    for name in names:
-        own = conversations[name]
-        stage = next(turns)
-        if stage == "sft" and not any(task.reply for task in own):
-            stage = next(turns)
-        parts[stage] += [task for task in own if task.reply] if stage == "sft" else own
+    places = range(len(stages))
+    imitating = [place for place in places if stages[place].kind == "sft"]
+    others = [place for place in places if place not in imitating]
+    is_divided = imitating and others and 0 < len(taught) < len(names)
+    parts: list[list[RoundTask]] = [[] for _ in stages]
+    for some, takers in ((taught, imitating), (names, others)) if is_divided else ((names, places),):
+        turns = cycle(takers)
+        for name in some:
+            for place in islice(turns, len(takers)):
+                stage, part = stages[place], parts[place]
+                room = stage.samples and stage.samples - len(part)
+                if own := [task for task in conversations[name] if task.reply or stage.kind != "sft"][:room]:
+                    part += own
+                    # What a stage has no room for is left out: a conversation is in one stage.
+                    conversations[name] = []
+                    break
     return parts
+
+
+def why_unused(task: RoundTask, stages: Sequence[PlannedStage]) -> str:
+    """Why a task of the round is in none of its stages."""
+    if not task.reply and any(stage.kind == "sft" for stage in stages):
+        return "it has no reply to train on"
+    return "the stages have as many tasks as their samples (training.stages)"

@@ -164,7 +164,7 @@ async def _with_recordings(request: RolloutRequest, session: Session, setup: Too
         calls=tuple(loop.calls),
         missed=loop.end is End.MISS,
         truncated=not error and loop.end is End.TRUNCATED,
-        loop=await asyncio.to_thread(cut_loop, calls),
+        loop=await _loop_of(calls),
         error=error,
     )
 
@@ -249,7 +249,7 @@ async def roll_out(
     run = await run_program(request.prompt.task.line, endpoints, setup.trained)
     calls = session.calls
     made = timelines(calls)
-    loop = await asyncio.to_thread(cut_loop, calls)
+    loop = await _loop_of(calls)
     # What a failed run generated is kept for people to read; nothing of it is trained on.
     completion = replace(
         _generated(made),
@@ -304,6 +304,12 @@ def _step(message: Mapping[str, Any]) -> ChatMessage:
         if value := message.get(name):
             step[name] = value
     return step
+
+
+async def _loop_of(calls: Sequence[CallTokens]) -> str:
+    """The loop of a rollout's messages; searched for in a thread, because a long text takes a while."""
+    is_cut = any(call.finish_reason == "length" for call in calls)
+    return await asyncio.to_thread(cut_loop, calls) if is_cut else ""
 
 
 def cut_loop(calls: Iterable[CallTokens]) -> str:

@@ -1,12 +1,12 @@
-"""vLLM's own OpenAI application on the engine's `AsyncLLM`, called in process.
+"""The chat handler of vLLM's own OpenAI server on the engine's `AsyncLLM`, called in process.
 
-It has the template, the parsers and the defaults of `flywheel serve`. No socket: a request is an ASGI call.
+It has the template, the parsers and the defaults of `flywheel serve`. Neither a socket nor vLLM's web application is
+between: the latter takes longer than the rest of a short reply.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 from argparse import Namespace
@@ -46,7 +46,6 @@ async def unless_dead(
 
 BASE_MODEL: Final = "flywheel-base-model"
 """The name of the base model in requests to the application. No adapter has it."""
-CHAT_PATH: Final = "/v1/chat/completions"
 TIME_UP: Final = "abort"
 """vLLM's finish reason of a message that was cut when its time was up."""
 OF_CHATS: Final = (
@@ -119,25 +118,24 @@ class ServedApplication:
         context: The engine's context in tokens.
     """
 
-    def __init__(self, llm: Any, app: Any) -> None:
-        self._llm, self._app = llm, app
+    def __init__(self, llm: Any, state: Any) -> None:
+        self._llm, self._chat = llm, state.openai_serving_chat
         self._numbers = itertools.count()
-        self._adapters: dict[str, Any] = app.state.openai_serving_models.lora_requests
+        self._adapters: dict[str, Any] = state.openai_serving_models.lora_requests
+        # What vLLM's answer to an invalid request asks of the request.
+        self._asked_here: Any = SimpleNamespace(app=SimpleNamespace(state=state))
         self.context = int(llm.model_config.max_model_len)
+        _limit_calls(self._chat)
 
     @classmethod
     async def build(cls, llm: Any, arguments: Namespace) -> ServedApplication:
         """`arguments` are those of `server_arguments`."""
+        from starlette.datastructures import State
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
 
-        tasks = ("generate",)
-        app = build_app(arguments, tasks, llm.model_config)
-        await init_app_state(llm, app.state, arguments, tasks)
-        # Handlers of engine errors stop the server by this attribute. The engine's actor decides about its own end.
-        app.state.server = SimpleNamespace(should_exit=False)
-        _limit_calls(app.state.openai_serving_chat)
-        return cls(llm, app)
+        state = State()
+        await init_app_state(llm, state, arguments, ("generate",))
+        return cls(llm, state)
 
     def add(self, adapter: Any) -> None:
         """Serve an adapter (a `LoRARequest`) that the engine has loaded, under its name."""
@@ -152,65 +150,36 @@ class ServedApplication:
         if limits.until is not None and asyncio.get_running_loop().time() >= limits.until:
             raise TimeoutError
         number = f"{next(self._numbers)}"
-        asking = self._ask(json.dumps({**body, "request_id": number}).encode(), limits)
-        status, answer = await unless_dead(self._llm, asking, request_id=f"chatcmpl-{number}", until=limits.until)
+        # A copy: vLLM changes the messages that it renders.
+        asking = self._ask(json.loads(json.dumps({**body, "request_id": number})), limits)
+        status, found = await unless_dead(self._llm, asking, request_id=f"chatcmpl-{number}", until=limits.until)
         if status >= 500 and self._llm.errored:
             raise self._llm.dead_error
-        found = json.loads(answer)
         if limits.until is not None and status == 200 and not found["choices"][0]["token_ids"]:
             raise TimeoutError
         return status, found
 
-    async def _ask(self, body: bytes, limits: Limits) -> tuple[int, bytes]:
-        status, parts = 500, list[bytes]()
-        unread, gone = [body], asyncio.Event()
+    async def _ask(self, body: dict[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
+        """What vLLM's route of chat requests would answer: validation, handler, and the responses to their errors."""
+        from fastapi.exceptions import RequestValidationError
+        from pydantic import ValidationError
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 
-        async def receive() -> dict[str, Any]:
-            if unread:
-                return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Mapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": "POST",
-            "path": CHAT_PATH,
-            "raw_path": CHAT_PATH.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-            "client": None,
-            "server": None,
-            "state": {},
-        }
-        before = _limits.set(limits)
+        _limits.set(limits)
         try:
-            call = asyncio.ensure_future(self._app(scope, receive, send))
-        finally:
-            _limits.reset(before)
-        try:
-            await asyncio.shield(call)
-        except asyncio.CancelledError:
-            # vLLM aborts a request when its client disconnects; a cancelled route would leave it running.
-            gone.set()
-            with contextlib.suppress(Exception):
-                await call
-            raise
-        except Exception:
-            # The application has answered, and raised the error again for the server's log.
-            if not parts:
-                raise
-        return status, b"".join(parts)
+            found = await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(body))
+        except ValidationError as error:
+            # FastAPI's name of a place begins with the part of the request.
+            wrong = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            response = await validation_exception_handler(self._asked_here, RequestValidationError(wrong))
+            return response.status_code, json.loads(response.body)
+        except Exception as error:
+            found = create_error_response(error)
+        status = found.error.code if isinstance(found, ErrorResponse) else 200
+        return status, found.model_dump()
 
 
 def _limit_calls(chat: Any) -> None:

@@ -400,6 +400,7 @@ def _batch_seconds(settings: Config) -> float:
     rollout, training = settings.rollout, settings.training
     if not isinstance(rollout.agent, AgentProgramSettings):
         return rollout.timeout_seconds
-    rollouts = rollout.prompts_asked(training.prompts_per_step) * training.group_size
+    of_stages = training, *training.of_grpo
+    rollouts = max(rollout.prompts_asked(each.prompts_per_step) * each.group_size for each in of_stages)
     runs_in_turn = math.ceil(rollouts / (rollout.workers * rollout.engines))
     return max(rollout.timeout_seconds, (runs_in_turn + 1) * rollout.agent_timeout_seconds)

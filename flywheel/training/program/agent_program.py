@@ -19,9 +19,10 @@ def in_copy(path: str, folder: str, copy: str) -> str:
     return str(PurePath(copy, PurePath(path).relative_to(folder))) if inside else path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelEndpoint:
-    """A model of an OpenAI-compatible endpoint. `base_url` is the API's root."""
+    """A model of an OpenAI-compatible endpoint. `base_url` is the API's root. It has no slots: without AgentScope, it
+    is what AgentJet's workflows get as their chat model, whose attributes are copied."""
 
     base_url: str
     model: str

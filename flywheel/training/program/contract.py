@@ -212,8 +212,7 @@ def _for_agentscope_1(error: BaseException) -> str:
         return ""
     return (
         f". {sys.executable} has AgentScope {version}. A workflow for 1.x needs an interpreter of its own:"
-        " `python3 -m venv agentscope-1` and `agentscope-1/bin/pip install 'agentscope<2' 'mcp<2'"
-        " 'sqlalchemy[asyncio]' tqdm` make one for rollout.agent.python"
+        " `flywheel workflow env` makes one for rollout.agent.python"
     )
 
 
@@ -334,8 +333,7 @@ def _finite(value: Any, what: str) -> float:
 
 def chat_model(endpoint: ModelEndpoint) -> Any:
     """The model of an endpoint for the user's function: AgentScope's `OpenAIChatModel`, of 2.x or 1.x, which does not
-    stream. Without AgentScope it is the endpoint itself, which has what an OpenAI client
-    needs."""
+    stream. Without AgentScope it is the endpoint itself, which has what an OpenAI client needs."""
     if importlib.util.find_spec("agentscope") is None:
         return endpoint
     chat = importlib.import_module("agentscope.model").OpenAIChatModel

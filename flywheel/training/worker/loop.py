@@ -35,7 +35,7 @@ from flywheel.training.optim.stage_checks import (
     UntrainedError,
 )
 from flywheel.training.worker.processes import refuse_not_finite
-from flywheel.training.worker.stage import StageItems, StageWork, own_settings, stage_settings, steps_of
+from flywheel.training.worker.stage import StageItems, StageWork, stage_settings, steps_of
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -142,7 +142,7 @@ class Reinforcement(Loop[RolloutBatch]):
             self.work.adapters.unload(self._loaded.pop())
         # Rollouts of a step behind the last one may be stored, too.
         taken = max(self._taken, sum(int(path.stem) > self.before for path in step_files(self.work.directory)))
-        self.work.training.rolled_out(taken, self.reward_first, self.reward_last)
+        self.work.training.rolled_out(self.work.settings.training, taken, self.reward_first, self.reward_last)
 
     def close(self) -> None:
         """End what runs ahead. An engine dies of a request for an adapter that is unloaded meanwhile."""
@@ -151,7 +151,7 @@ class Reinforcement(Loop[RolloutBatch]):
 
     def begin(self) -> int:
         done = super().begin()
-        self._metrics.remove(self.stage, self.before + len(self._rollouts.stored))
+        self._metrics.remove(self.work.name, self.before + len(self._rollouts.stored))
         self.recall(done)
         self._step_began = time.monotonic()
         return done
@@ -236,7 +236,7 @@ class Reinforcement(Loop[RolloutBatch]):
         seconds = {**self._seconds, "train": max(0.0, self._since_last_step() - sum(self._seconds.values()))}
         judged, self._judge_seconds = self._judge_seconds, self._collector.judge_seconds
         line = of_rollouts(batch, figures, self.work.settings, seconds, self._judge_seconds - judged)
-        self._metrics.step(self.before + step + 1, self.before + self.steps, line)
+        self._metrics.step(self.before + step + 1, self.before + self.steps, {**line, "stage": self.work.name})
 
     def _take_back(self, reason: str) -> None:
         """Keep the adapter before the collapse, if there is one and the gate may have it."""
@@ -262,7 +262,7 @@ class Epochs(Loop[list[Any]]):
         """`held_out` are replies of which only the loss is measured, after each epoch."""
         work = replace(work, settings=stage_settings(work.settings, stage, len(items)))
         super().__init__(stage, work, longest_of(items))
-        self._items, self._held_out, own = list[Any](items), held_out, own_settings(work.settings, stage)
+        self._items, self._held_out, own = list[Any](items), held_out, getattr(work.settings.training, stage)
         self._batches, self._epochs = minibatches(len(items), own.batch_size, own.epochs, work.spec.seed), own.epochs
 
     def run(self) -> None:
@@ -287,7 +287,7 @@ class Epochs(Loop[list[Any]]):
         if self._held_out and (step + 1) % per_epoch == 0:
             line["held_out_loss"] = self.work.trainers.nll([rows_of(self._held_out)])[0]
         line["seconds"] = {"train": self._since_last_step()}
-        self._metrics.step(number, self.before + self.steps, line)
+        self._metrics.step(number, self.before + self.steps, {**line, "stage": self.work.name})
         self.work.meter.stepped(number, None)
 
 

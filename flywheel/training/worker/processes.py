@@ -67,7 +67,7 @@ def start(
             cpu_threads=threads,
             server=server,
             tensor_parallel=rollout.tensor_parallel,
-            imitates=trains and imitates(spec, training.stages),
+            imitates=trains and imitates(spec, training.kinds),
         )
         engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
     # On one machine, the processes of the trainer compute at the same time.

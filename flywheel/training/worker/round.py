@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.config.file import Config
-from flywheel.config.training import Stage
+from flywheel.config.training import PlannedStage
 from flywheel.judge.usage import Purpose
 from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundResult, RoundSpec, Suite
 from flywheel.system.signals import check_stopped
@@ -19,7 +19,7 @@ from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import add_usage
 from flywheel.training.data.round_progress import Meter, Metrics
-from flywheel.training.data.stages import adapter_of, ended_stages, stage_adapter, tasks_by_stage, write_ended
+from flywheel.training.data.stages import adapter_of, ended_stages, stage_adapter, tasks_by_stage, why_unused
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.engine.policy import AdapterFiles, copy_adapter, is_unchanged
@@ -50,7 +50,7 @@ class Round:
         self.meter = Meter(directory, steps=settings.training.steps if spec.trains or spec.debug else 0)
         self._make_grade = make_grade if has_judge(settings) and spec.rubric else without_judge
         self._grade = self._grade_for(Purpose.ROUNDS if spec.debug else Purpose.GATES)
-        self.training = ended_stages(spec.parent, settings.training.stages, directory)
+        self.training = ended_stages(spec.parent, settings.training.planned, directory)
         self.engines: list[Any] = []
         """Without those that are lost, see `lost_engines`."""
         self.started: list[Any] = []
@@ -125,30 +125,32 @@ class Round:
     def _train(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
         """Run the stages that have not ended. One without a signal is skipped if another one has trained; the round
         is refused if none has."""
-        training, stages = self.training, self.settings.training.stages
+        training, stages = self.training, self.settings.training.planned
         by_stage = tasks_by_stage([prompt.task for prompt in prompts], stages, self.spec.seed)
         prompt_of = {prompt.task.task_id: prompt for prompt in prompts}
-        unused = prompt_of.keys() - {task.task_id for own in by_stage.values() for task in own}
-        training.left_out |= dict.fromkeys(sorted(unused), "it has no reply to train on")
-        for number, stage in list(enumerate(stages, 1))[len(training.stages) :]:
-            own = [prompt_of[task.task_id] for task in by_stage[stage]]
-            log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
-            self._run_stage(stage, stage_adapter(self.directory, number, stage), own, held_out)
+        unused = prompt_of.keys() - {task.task_id for own in by_stage for task in own}
+        training.left_out |= {task: why_unused(prompt_of[task].task, stages) for task in sorted(unused)}
+        for stage, tasks in [*zip(stages, by_stage, strict=True)][len(training.stages) :]:
+            own = [prompt_of[task.task_id] for task in tasks]
+            log.info("stage %d of %d, %s: %d tasks", stage.number, len(stages), stage.kind, len(own))
+            self._run_stage(stage, own, held_out)
         if not any(each.outcome == "trained" for each in training.stages):
             training.refusal = training.stages[-1].reason
         self.usage = training.usage
         if self.trainers is not None:
             self.trainers.end()
 
-    def _run_stage(self, stage: Stage, adapter: Path, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    def _run_stage(self, stage: PlannedStage, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
         training, parent = self.training, self.training.adapter
+        adapter = stage_adapter(self.directory, stage)
         adapter.parent.mkdir(parents=True, exist_ok=True)
         assert self.trainers is not None
-        of_round = self.spec, self.settings, self.directory, training, self.trainers, self.adapters, self.meter
-        work, before = StageWork(*of_round, folder=adapter.parent), training.steps
+        settings = self.settings.model_copy(update={"training": stage.training})
+        of_round = self.spec, settings, self.directory, training, self.trainers, self.adapters, self.meter
+        work, before = StageWork(*of_round, folder=adapter.parent, name=stage.name), training.steps
         # A process of the trainer may die while the judge is waited for.
         with self._collector(self._grade_for(Purpose.ROUNDS), self.trainers.check) as collector:
-            loop, refusal = loop_of(stage, StageItems(work, self.engines, collector), prompts, held_out)
+            loop, refusal = loop_of(stage.kind, StageItems(work, self.engines, collector), prompts, held_out)
             steps, why = training.steps - before, ""
             if loop is not None:
                 loop.run()
@@ -157,9 +159,9 @@ class Round:
             refusal = "no step changed a weight: the learning rate is too small, or no example gave a gradient"
         elif loop is not None:
             training.with_gradient |= loop.with_gradient
-        made = None if refusal else adapter_of(f"{self.spec.round_id}-{stage}", adapter)
-        training.end_stage(stage, len(prompts), steps, refusal or why, made)
-        write_ended(adapter.parent, training)
+        made = None if refusal else adapter_of(f"{self.spec.round_id}-{stage.name.replace(' ', '-')}", adapter)
+        training.end_stage(stage.name, len(prompts), steps, refusal or why, made)
+        training.write(adapter.parent)
 
     def _kept(self, made: Path) -> AdapterRef:
         """The adapter in a folder as that of the round."""
@@ -196,7 +198,7 @@ class Round:
         for batch in batches:
             self.training.count(batch)
         means = [batch.summary()["reward_mean"] for batch in batches]
-        self.training.rolled_out(len(batches), means[0], means[-1])
+        self.training.rolled_out(self.settings.training, len(batches), means[0], means[-1])
         self.usage = self.training.usage
         return self._result(
             "debug",

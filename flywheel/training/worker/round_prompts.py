@@ -78,13 +78,13 @@ class RoundPrompts:
 
     def to_train(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
-        rollout, stages = self._settings.rollout, self._settings.training.stages
+        rollout, stages = self._settings.rollout, {*self._settings.training.kinds}
         return asked(
             *self._encoded(tasks),
             max_model_len=rollout.max_model_len,
             max_completion_tokens=rollout.max_completion_tokens,
             # No prompt is asked: two replies to one prompt are two examples.
-            by_reply=stages == ["sft"] or ("grpo" not in stages and all(task.rejected for task in tasks)),
+            by_reply=stages == {"sft"} or ("grpo" not in stages and all(task.rejected for task in tasks)),
         )
 
     def _of_suite(self, suite: Suite, context: int) -> list[Prompt]:

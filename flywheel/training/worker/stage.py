@@ -47,6 +47,8 @@ class StageWork:
         directory: The round's, for figures and rollouts.
         training: What the stages before ended with, to which this one adds.
         folder: The stage's, for checkpoints and its adapter.
+        settings: Those of the round, with the stage's own in their place.
+        name: The stage's, in figures.
     """
 
     spec: RoundSpec
@@ -57,6 +59,7 @@ class StageWork:
     adapters: EngineAdapters
     meter: Meter
     folder: Path
+    name: str
 
     @property
     def parent(self) -> AdapterFiles | None:
@@ -182,13 +185,13 @@ class StageItems:
             of_round = self.work.spec, settings, self.work.directory, others, self.collector
             steps = RoundSteps(*of_round, self._training.steps)
             adapter = self.work.adapters.load_saved(self._training.adapter)
-            for batch in roll_out(steps, adapter, self.work.meter, count=count, stage="dpo"):
+            for batch in roll_out(steps, adapter, self.work.meter, count=count, stage=self.work.name):
                 self._training.count(batch)
                 batch.refuse_failed(training.max_undecided_share)
                 batch.refuse_undecided(training.max_undecided_share)
                 rewards += batch.rewards
                 found.add_rollouts(batch, training.dpo.margin)
-            self._training.rolled_out(count, mean(rewards), None)
+            self._training.rolled_out(training, count, mean(rewards), None)
         found.write(self.work.folder)
         if found.rollouts:
             log.info("not in a pair: %s", found.reasons)
@@ -230,7 +233,7 @@ class StageItems:
 def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -> Config:
     """The settings with which a trainer trains on so many items in this stage: its learning rate and schedule, and
     for SFT those of GRPO that would change the loss."""
-    own = own_settings(settings, stage)
+    own: SftSettings | DpoSettings = getattr(settings.training, stage)
     training = {
         "steps": own.epochs * math.ceil(items / own.batch_size),
         "learning_rate": own.learning_rate,
@@ -240,8 +243,3 @@ def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -
     }
     rollout = settings.rollout.model_copy(update={"temperature": 1.0})
     return settings.model_copy(update={"training": settings.training.model_copy(update=training), "rollout": rollout})
-
-
-def own_settings(settings: Config, stage: Literal["sft", "dpo"]) -> SftSettings | DpoSettings:
-    """The section of the settings that is the stage's own."""
-    return settings.training.sft if stage == "sft" else settings.training.dpo

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
-from flywheel.config.file import Config, parse
+from flywheel.config.file import Config
 from flywheel.config.training import RolloutSettings
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -30,7 +30,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move_all
 from flywheel.store.views import balance, lineage
 from tests.cases import for_each
-from tests.factories.config import BOXED_RUBRIC, base_model, make_config, round_config, with_chain
+from tests.factories.config import BOXED_RUBRIC, base_model, round_config, with_chain
 from tests.factories.round import debug_round, planned_round, put_deployed, put_round
 from tests.factories.task import task_keys
 from tests.factories.trace import on_both_sides, put_replies, replies_on
@@ -110,19 +110,9 @@ async def test_a_debug_round_has_the_number_of_prompts_of_its_own(tmp_path: Path
     assert Config.model_validate(spec.settings).training.prompts_per_step == 4
 
 
-async def test_a_step_of_agentjets_settings_has_at_most_the_tasks_that_there_are(
-    tmp_path: Path, store: Store
-) -> None:
+async def test_a_step_has_at_most_the_tasks_that_there_are(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 9, 1)
-    own = make_config(tmp_path).model_dump(mode="json", exclude_unset=True)
-    raw = {
-        "ajet": {"model": {"path": base_model(tmp_path)}, "feedback_tracing": {}, "data": {"train_batch_size": 240}},
-        **{key: value for key, value in own.items() if key not in ("model", "training")},
-        "gate": {"min_tasks": 1, "min_power": 0},
-        "filter": {"rubric": str(BOXED_RUBRIC)},
-    }
-    config = parse(raw, "agentjet.yaml", tmp_path, file=tmp_path / "agentjet.yaml")
-    assert config.training.prompts_per_step == 240
+    config = round_config(tmp_path, training={"prompts_per_step": 240, "group_size": 4})
     for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
 

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, event, func, insert, select, update
 
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
-from flywheel.daemon.rounds.round_tasks import program_line
+from flywheel.daemon.rounds.round_tasks import program_line, round_task
 from flywheel.errors import TrainError
 from flywheel.judge.rubric.checks import check_all
 from flywheel.judge.rubric.rubric import Rubric
@@ -77,6 +77,23 @@ def test_the_right_answer_as_the_users_judge_gets_it() -> None:
     # A task file of ours that is read again still knows what was traced.
     for line, right in ((traced, "42"), (agentjet, "42"), (boxed_in_a_data_set, answer)):
         assert program_line(of_row(**line), is_accepted=True)["metadata"]["answer"] == right
+
+
+def test_a_call_without_arguments_is_context_of_the_reply_that_is_imitated(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Is it cold in Oslo?"},
+        {"role": "assistant", "content": "I call weather_query_001."},
+        {"role": "tool", "tool_id": "weather_query_001", "content": "-7"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    line = json.loads(entry_of_line(json.dumps({"turns": turns}).encode(), Path("a"), datetime.now(UTC)).line)
+    config = round_config(tmp_path, training={"stages": ["sft"]})
+    reply = round_task(line, config, is_accepted=True).reply
+    assert [(message["role"], message.get("weight")) for message in reply] == [
+        ("assistant", 0),
+        ("tool", None),
+        ("assistant", None),
+    ]
 
 
 async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, store: Store) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 from flywheel.config.file import Config
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
-from flywheel.daemon.rounds.sample_selection import choose
+from flywheel.daemon.rounds.sample_selection import choose, most_samples
 from flywheel.daemon.status import snapshot
 from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.coreset import ORDERS
@@ -29,7 +29,7 @@ from flywheel.store.kernel.transitions import move
 from flywheel.store.views import balance, lineage
 from flywheel.system import files
 from tests.daemon.filter_bench import Make, burst, run, states, tell
-from tests.factories.round import comparison
+from tests.factories.round import comparison, debug_round
 from tests.factories.trace import put_replies, replies_on, reply
 from tests.factories.verdict import Judge, accepted, put_judged, rejected, settle
 from tests.training.recorded.recordings import ADD, call, steps, tool
@@ -325,6 +325,28 @@ async def test_a_coreset_of_the_free_samples_is_planned(store: Store, make: Make
     await ended(store, row, RoundState.FAILED)
     again, same, _ = await planned(store, config)
     assert (again.seed - row.seed, same == train) == (1, strategy == "diversity"), "chance follows the round's seed"
+
+
+@pytest.mark.parametrize(
+    ("stages", "most"),
+    [
+        pytest.param(["grpo"], 8, id="those of its steps"),
+        pytest.param([{"grpo": {"steps": 3, "prompts_per_step": 3}}, "grpo"], 17, id="those of both stages"),
+        pytest.param([{"grpo": {"samples": 5}}], 5, id="no more than the stage takes"),
+        pytest.param([{"sft": {"samples": 5}}, {"grpo": {"samples": 6}}], 11, id="nor than both take"),
+        pytest.param([{"sft": {"samples": 5}}, "sft", "grpo"], 2048, id="as many as there are"),
+    ],
+)
+def test_a_round_takes_what_its_stages_use(make: Make, stages: list[Any], most: int) -> None:
+    assert most_samples(small(make, stages=stages, steps=2, prompts_per_step=4)) == most
+
+
+async def test_a_debug_round_is_one_of_the_first_stage_of_grpo(store: Store, make: Make) -> None:
+    config = small(make, stages=["sft", {"grpo": {"prompts_per_step": 3, "group_size": 5, "steps": 7}}, "grpo"])
+    await store.write(put_judged, *replies_on(Split.TRAIN, 20))
+    spec = await debug_round(store, config)
+    training = Config.model_validate(spec.settings).training
+    assert (len(spec.train), training.prompts_per_step, training.group_size, training.steps) == (3, 3, 5, 7)
 
 
 async def test_the_worker_of_a_choice_by_loss_gets_a_pool_and_releases_the_rest(store: Store, make: Make) -> None:

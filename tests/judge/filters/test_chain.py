@@ -273,6 +273,17 @@ def test_the_order_is_kept_when_that_is_wanted(tmp_path: Path) -> None:
     assert kept.notices == ()
 
 
+def test_a_chain_decides_alone_where_it_says_so_and_has_no_judge(tmp_path: Path) -> None:
+    off = {**PASTED[0], "enabled": False}
+    alone = chain(tmp_path, off, PASTED[2], decides=True)
+    assert alone.decides
+    assert "they alone decide" in alone.notices[0]
+    asks = chain(tmp_path, off, PASTED[2])
+    assert not asks.decides
+    assert asks.hash == alone.hash, "the filters are the same"
+    assert not chain(tmp_path, *PASTED, decides=True).decides
+
+
 def test_the_database_of_another_tool_is_not_touched_and_that_is_said(tmp_path: Path) -> None:
     other = tmp_path / "similarity_db"
     other.mkdir()

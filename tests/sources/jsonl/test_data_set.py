@@ -57,6 +57,7 @@ def forms(tmp_path: Path) -> Path:
 def test_every_form_has_the_same_rows(forms: Path) -> None:
     for name in ("rows.jsonl", "rows.json", "rows.parquet"):
         assert read(forms / name) == ROWS
+    assert read(pytest.importorskip("datasets").Dataset.from_list(ROWS)) == ROWS
     assert read(forms / "rows.csv") == [{**row, "answer": int(str(row["answer"]))} for row in ROWS]
     folder = str(forms / "folder")
     assert read(DatasetConfig(path=folder, name="main")) == ROWS

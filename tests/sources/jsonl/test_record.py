@@ -104,6 +104,27 @@ def test_the_same_task_in_every_form_has_the_same_key() -> None:
     assert len({entry(kind).trace_id for kind in KINDS.values()}) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_sages_data_sets_beside_a_question_are_the_users_own(kind: str) -> None:
+    own = {
+        "turns": [USER, {"role": "tool", "tool_id": "f"}],
+        "sample_id": "1",
+        "instruction": "x",
+        "ground_truth": {},
+    }
+    read = task({**KINDS[kind], **own})
+    extra = json.loads(read["metadata"].pop("extra_json"))
+    expected = task(KINDS[kind])
+    expected["metadata"].pop("extra_json")
+    assert read == expected
+    assert own.items() <= extra.items()
+
+
+@pytest.mark.parametrize("turns", [[], ["How much?", "And now?"], [{"speaker": "me"}], "text", {"role": "user"}, 3])
+def test_turns_that_are_no_dialog_are_no_question(turns: Any) -> None:
+    assert entry({"turns": turns, "answer": "2"}).skip is SkipReason.NO_QUERY
+
+
 def test_a_later_turn_keeps_its_history_and_its_steps() -> None:
     later = {"role": "user", "content": "Double it."}
     read = task({"messages": [SYSTEM, USER, ASSISTANT, later, CALL, RESULT, {"role": "assistant", "content": "4"}]})

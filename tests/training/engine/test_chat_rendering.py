@@ -23,7 +23,7 @@ from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine.chat_rendering import ServedChat
 from flywheel.training.engine.engine import Engine
-from flywheel.training.engine.served_application import ServedApplication, server_arguments
+from flywheel.training.engine.served_application import BASE_MODEL, Limits, ServedApplication, server_arguments
 from tests.conftest import VllmServer
 from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.round import POLICY
@@ -309,6 +309,63 @@ async def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
     assert await told(0.8) == (0.8, 7, 1.5, 90)
     assert await told(None, "--generation-config", "vllm") == (1.0, 0, 1.0, -1)
     assert await told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"top_logprobs": 1, "stop": ["3"], "return_token_ids": True},
+    {"tools": [SEARCH], "tool_choice": "required"},
+    {"messages": called("search", '{"q": "7"}')},
+    {"messages": called("search", "{")},
+    {"messages": called("break", "{}")},
+    {"messages": []},
+    {"messages": "Hello"},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
+    {"messages": [{"role": "user", "content": "What? " * 600}]},
+    {"model": "another"},
+    {"max_tokens": 0},
+    {"max_completion_tokens": "many"},
+    {"temperature": -1},
+    {"top_logprobs": 99},
+    {"tools": [{"type": "function"}]},
+    {"tools": [SEARCH], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    {"response_format": {"type": "json_schema"}},
+    {"structured_outputs": {"regex": "(", "choice": ["a"]}},
+    {"n": 2},
+    {"stop": {"a": 1}, "seed": "x"},
+]
+
+
+@pytest.mark.parametrize("text", ["It is 7.", CALL, THOUGHT])
+async def test_replies_and_refusals_are_those_of_vllms_web_application(
+    served_with_thoughts: Served, served: Served, text: str
+) -> None:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    def plain(body: dict[str, Any]) -> dict[str, Any]:
+        for choice in body.get("choices", ()):
+            for call in choice["message"].get("tool_calls") or ():
+                del call["id"]
+        return {key: value for key, value in body.items() if key not in ("id", "created")}
+
+    for made, arguments in ((served_with_thoughts, PARSERS), (served, ())):
+        llm, given = Written(made, text), server_arguments(arguments, made.model_config.model)
+        ours = await ServedApplication.build(llm, given)
+        app = build_app(given, ("generate",), made.model_config)
+        await init_app_state(llm, app.state, given, ("generate",))
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            statuses = set()
+            for change in REQUESTS:
+                messages = [{"role": "user", "content": "What is 3 plus 4?"}]
+                body = {"model": BASE_MODEL, "messages": messages, "logprobs": True, "max_tokens": 64, **change}
+                answer = await client.post("/v1/chat/completions", json=body)
+                status, found = await ours.chat(body, Limits(ours.context))
+                assert (status, plain(found)) == (answer.status_code, plain(answer.json())), change
+                statuses.add(status)
+        assert {200, 400, 404} <= statuses
 
 
 def test_a_worker_plans_its_engines_without_vllm() -> None:

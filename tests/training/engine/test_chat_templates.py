@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
+from flywheel.sources.jsonl.record import rows_of
 from flywheel.training.engine.chat_rendering import NO_REASONING, NoSampleError
 from flywheel.training.engine.engine import Engine
 from scripts.template_table import UNTHOUGHT, documented, outcome
@@ -198,6 +199,24 @@ def test_no_conversation_trains_anything_else(served: Served, family: str, reply
         assert "VLLM" in type(error).__name__
         return
     check(served, family, asked(*reply))
+
+
+def test_a_call_without_arguments_is_no_token_that_is_trained(served: Served, family: str) -> None:
+    turns = [
+        {"role": "user", "content": "How is the weather in Oslo?"},
+        {"role": "assistant", "content": "I call get_weather."},
+        {"role": "tool", "tool_id": "get_weather", "content": "Done.", "result": "rain"},
+        {"role": "assistant", "content": "Rain."},
+    ]
+    [row] = rows_of([json.dumps({"turns": turns}).encode()], Path("dialogs.jsonl"), "read the dialogs")
+    assert row.reply[0]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    try:
+        samples = recorded(served, asked(*row.reply), empty=True).samples
+    except Exception:  # a template that takes no tools, or writes no answer behind a text and its call
+        assert family not in ("qwen2_5", "qwen3", "qwen3_5_nothink", "llama3_1")
+        return
+    [run] = [run for sample in samples for run in served.trained(sample)]
+    assert ("Rain." in run, "get_weather" in run, "call" in run) == (True, False, False)
 
 
 MISTRAL = (

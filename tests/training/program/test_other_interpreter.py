@@ -98,7 +98,7 @@ async def test_the_interpreter_may_be_started_by_a_script(new_pool: NewPool, tmp
 
 
 @pytest.mark.parametrize("version", ["2.0.10", "1.0.21"])
-async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter(
+async def test_what_only_agentscope_1_has_names_the_command_for_its_interpreter(
     new_pool: NewPool, site: Path, tmp_path: Path, version: str
 ) -> None:
     (site / "agentscope").mkdir()
@@ -107,14 +107,13 @@ async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agentscope\nVersion: {version}\n")
     python = tmp_path / "environment" / "bin" / "python"
-    packages = "'agentscope<2' 'mcp<2' 'sqlalchemy[asyncio]' tqdm"
-    commands = f"`python3 -m venv agentscope-1` and `agentscope-1/bin/pip install {packages}`"
+    command = "`flywheel workflow env` makes one for rollout.agent.python"
     for imported in ("from agentscope import formatter", "import agentscope.memory"):
         pool = new_pool(f"{imported}\nasync def run(task, model): ...\n", python=str(python))
         with pytest.raises(ConfigError) as caught:
             pool.start()
         assert (f"{python} has AgentScope 2.0.10. " in str(caught.value)) is (version == "2.0.10")
-        assert (commands in str(caught.value)) is (version == "2.0.10")
+        assert (command in str(caught.value)) is (version == "2.0.10")
     pool = new_pool(
         """
         async def run(task, model):
@@ -131,4 +130,4 @@ async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter
     pool.start()
     result = await pool.run({}, MODELS, "policy")
     assert "No module named 'agentscope.formatter' (agent.py, line 3)" in result.error
-    assert (commands in result.error) is (version == "2.0.10")
+    assert (command in result.error) is (version == "2.0.10")

@@ -21,7 +21,7 @@ import pytest
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import questions
 from flywheel.config.file import Config
-from flywheel.config.training import GateSettings, Stage
+from flywheel.config.training import GateSettings, Stage, TrainingSettings
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import AdapterRef, DecisionReason, RoundSpec, SamplePool, Suite
 from flywheel.records.selection import Candidate, SelectionRules
@@ -53,6 +53,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 STAGES: list[Stage] = ["sft", "dpo", "grpo"]
+PLANNED = TrainingSettings(stages=[*STAGES]).planned
 STEPS, EPOCHS, THREADS = 5, 8, 4
 TAUGHT, CHOSEN = 24, 12
 """Replies to imitate, and those that the worker takes of them."""
@@ -281,7 +282,7 @@ def test_sft_lowers_the_loss_on_replies_that_it_did_not_see(done: Done) -> None:
 
 
 def test_dpo_trains_on_the_best_and_the_worst_rollout_of_a_prompt(done: Done) -> None:
-    folder = stage_adapter(done.directory, 2, "dpo").parent
+    folder = stage_adapter(done.directory, PLANNED[1]).parent
     pairs = lines(folder / "pairs.jsonl")
     assert pairs
     of_dpo = {line["step"] for line in done.steps if line["stage"] == "dpo"}
@@ -315,8 +316,7 @@ def test_each_stage_starts_from_what_the_one_before_made(done: Done, trained: Do
 
     folders = (
         trained.directory / "adapter",
-        stage_adapter(done.directory, 1, "sft"),
-        stage_adapter(done.directory, 2, "dpo"),
+        *(stage_adapter(done.directory, stage) for stage in PLANNED[:2]),
         done.directory / "adapter",
     )
     parent, sft, dpo, last = (load_file(path / "adapter_model.safetensors") for path in folders)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ import pytest
 from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.graded_rollouts import StoredSteps
-from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.round_directory import END_FILE
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample
-from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.worker.loop import Epochs, Reinforcement
-from flywheel.training.worker.processes import EngineAdapters
 from tests.factories.round import round_spec
 from tests.factories.stage_loop import FIGURES, StandInTrainers, TrainersHere, work
 from tests.training.data.rollouts import StandIn, prompt, reply, verdict
@@ -196,32 +193,3 @@ def test_what_becomes_of_steps_without_a_token_to_train(
         assert good is not None
         trainers.restore(good)
         assert trainers.adapter() == AdapterFiles.read(of_stage.adapter)
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_an_engine_never_gets_the_number_of_an_adapter_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
-) -> None:
-    """Of several stages, and of adapters that are there before and after them."""
-    loaded, unloaded = list[int](), list[int]()
-
-    def load(engines: Sequence[Any], name: str, number: int, files: AdapterFiles) -> LoadedAdapter:
-        loaded.append(number)
-        return LoadedAdapter(name, number)
-
-    engine = SimpleNamespace(unload=SimpleNamespace(remote=lambda adapter: unloaded.append(adapter.number)))
-    monkeypatch.setattr(ray_cluster, "load", load)
-    monkeypatch.setattr(ray_cluster, "everywhere", lambda engines, call: list(map(call, engines)))
-    adapters = EngineAdapters([engine])
-    training = {"steps": 3, "prompts_per_step": 2, "group_size": 4, "overlap": overlap}
-    settings = Config.model_validate({"training": training})
-    prompts = [replace(prompt(f"t-{n}", (5, 6, 10 + n)), max_tokens=8) for n in range(4)]
-    parent = adapters.load("parent", AdapterFiles({}, {}))
-    for stage in ("first", "second"):
-        of_stage = replace(work(round_spec(), settings, tmp_path / stage, StandInTrainers()), adapters=adapters)
-        collector: Any = Cutting((), tmp_path / stage, last=-1)
-        Reinforcement(of_stage, prompts, collector).take_steps()
-    candidate = adapters.load("candidate", AdapterFiles({}, {}))
-    assert (loaded[0], loaded[-1]) == (parent.number, candidate.number)
-    assert len(set(loaded)) == len(loaded) == 2 + 2 * (3 - overlap)
-    assert set(unloaded) < set(loaded) - {parent.number, candidate.number}

@@ -55,6 +55,13 @@ def test_a_call_of_another_shape_is_left_out(name: FormatName, where: str, calls
         FORMATS[name].record(sample)
 
 
+@pytest.mark.parametrize("name", [FormatName.TRL_SFT, FormatName.TRINITY])
+def test_a_reply_with_a_call_that_is_no_target_is_left_out(name: FormatName) -> None:
+    told = task_line(reply(1, trajectory=({**said(FLAT), "weight": 0},)), "/a", "t")
+    with pytest.raises(LeftOut, match="not to be trained on"):
+        FORMATS[name].record(ExportSample(told, TaskState.ACCEPTED, 1.0))
+
+
 @pytest.mark.parametrize("name", [each for each in FormatName if FORMATS[each].suffix == "jsonl"])
 def test_tasks_with_odd_calls_leave_the_others_in(exported: Exported, name: FormatName) -> None:
     odd = [good(reply(n, history=(said(calls),))) for n, calls in enumerate(ODD.values())]

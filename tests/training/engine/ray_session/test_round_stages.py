@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from flywheel.config.file import Config
+from flywheel.config.training import TrainingSettings
 from flywheel.records.round import RoundTask, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.verdict import Exchange, Verdict
@@ -21,7 +22,8 @@ from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from flywheel.training.data import rollout_file
 from flywheel.training.data.loss_selection import read_selection
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.data.stages import Training, ended_stages
 from flywheel.training.engine import ray_cluster
@@ -44,6 +46,19 @@ LIMIT = 1024
 class Engine:
     """Answers with the request's seed, and makes a sample of each reply that is not empty, with a token for each
     number. Of one with reasoning, this is not trained."""
+
+    def __init__(self) -> None:
+        self._loaded, self._unloaded = list[int](), list[int]()
+
+    async def load(self, adapter: LoadedAdapter, files: AdapterFiles) -> None:
+        self._loaded.append(adapter.number)
+
+    async def unload(self, adapter: LoadedAdapter) -> None:
+        self._unloaded.append(adapter.number)
+
+    async def numbers(self) -> tuple[list[int], list[int]]:
+        """Of the adapters that were loaded, and of those that were unloaded."""
+        return self._loaded, self._unloaded
 
     async def generate(self, wanted: RolloutRequest) -> Completion:
         return reply(wanted.prompt, (wanted.seed % 100, 2), (-0.1, -0.2), str(wanted.seed % 100))
@@ -84,7 +99,7 @@ class Trainer:
         return list(map(float, range(len(rows))))
 
     def adapter(self) -> AdapterFiles:
-        own = self._weights if self._stage in self._idle else weights(sum(self._stage.encode()))
+        own = self._weights if self._stage in self._idle else weights(sum(self._stage.encode() + self._weights))
         contents = {CONFIG_FILE: self._stage.encode(), WEIGHTS_FILE: own}
         return AdapterFiles(contents, {name: sha256(data).hexdigest() for name, data in contents.items()})
 
@@ -114,7 +129,7 @@ def loops(trainer: Trainer, refused: Sequence[str], early: str) -> tuple[type, t
         def run(self) -> None:
             Loop.begin(self)
             self.trained, (steps, *rewards) = (1, (1, 0.0, 0.0)) if "grpo" in refused else (2, (5, 0.1, 0.4))
-            self.work.training.rolled_out(steps, *rewards)
+            self.work.training.rolled_out(self.work.settings.training, steps, *rewards)
             self.refusal, self.ended = ("nothing can be learned", "") if "grpo" in refused else ("", early)
             if not self.refusal:
                 self.keep_adapter()
@@ -163,6 +178,27 @@ def run(
     pool: SamplePool | None = None,
 ) -> tuple[Training, list[Any]]:
     """The stages on these tasks, and what the trainer was called for. With `spread`, rewards differ."""
+    trainer = Trainer(idle)
+    whole, prompts = round_of(engine, directory, training, trainer, some=some, spread=spread, pool=pool)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, made in zip(("Reinforcement", "Epochs"), loops(trainer, refused, ended), strict=True):
+            patch.setattr(loop, name, made)
+        patch.setattr(whole.adapters, "load_saved", lambda _: None)
+        whole._train(prompts, prompts[:2])
+    return whole.training, trainer.calls
+
+
+def round_of(
+    engine: Any,
+    directory: Path,
+    training: dict[str, Any],
+    trainer: Any,
+    *,
+    some: Sequence[RoundTask] = (),
+    spread: bool = True,
+    pool: SamplePool | None = None,
+) -> tuple[Round, list[Prompt]]:
+    """A round that has been started, and its prompts."""
     training = {"steps": 2, "prompts_per_step": 2, "group_size": 4, **training}
     settings = Config.model_validate({"training": training, "rollout": {"max_model_len": LIMIT}})
     spec = round_spec(train=list(some or tasks()), settings=settings.model_dump(mode="json"), pool=pool)
@@ -171,15 +207,9 @@ def run(
     def grade(shown: Exchange) -> Verdict:
         return verdict(int(shown.answer) / 100 if spread else 0.0)
 
-    with pytest.MonkeyPatch.context() as patch:
-        trainer: Any = Trainer(idle)
-        for name, made in zip(("Reinforcement", "Epochs"), loops(trainer, refused, ended), strict=True):
-            patch.setattr(loop, name, made)
-        whole = Round(spec, directory, settings, lambda *_: grade)
-        patch.setattr(whole.adapters, "load_saved", lambda _: None)
-        whole.engines[:], whole.trainers = [engine], trainer
-        whole._train(prompts, prompts[:2])
-    return whole.training, trainer.calls
+    whole = Round(spec, directory, settings, lambda *_: grade)
+    whole.engines[:], whole.trainers = [engine], trainer
+    return whole, prompts
 
 
 def ends(training: Training) -> list[tuple[str, str]]:
@@ -199,7 +229,52 @@ def test_a_further_worker_finds_the_stages_that_have_ended_with_all_that_they_en
     assert [call[0] for call in calls] == ["dpo", "load", "grpo"]
     assert ends(third) == [("sft", "trained"), ("dpo", "trained"), ("grpo", "trained")]
     (tmp_path / "stages" / "1-sft" / "adapter" / "adapter_config.json").write_text("changed")
-    assert ended_stages(None, ["sft", "dpo", "grpo"], tmp_path).stages == []
+    planned = TrainingSettings(stages=["sft", "dpo", "grpo"]).planned
+    assert ended_stages(None, planned, tmp_path).stages == []
+
+
+def test_a_stage_may_occur_twice_and_the_second_is_gone_on_with_after_a_death_behind_the_first(
+    engine: Any, tmp_path: Path
+) -> None:
+    stages = [{"sft": {"samples": 2, "epochs": 1}}, "sft", "grpo"]
+    made, calls = run(engine, tmp_path, {"stages": stages, "sft": {"batch_size": 1}})
+    # 3 replies in 3 epochs follow the 2 of the first stage in 1.
+    assert [call for call in calls if call[0] != "load"] == [("sft", 2, 2, 0), ("sft", 3, 2, 2), ("grpo", 3, 11)]
+    assert ends(made) == [("sft 1", "trained"), ("sft 2", "trained"), ("grpo", "trained")]
+    assert [stage.tasks for stage in made.stages] == [2, 3, 3]
+    assert [line["stage"] for line in read_steps(tmp_path)] == ["sft 1"] * 2 + ["sft 2"] * 9
+    folders = [tmp_path / "stages" / name for name in ("1-sft", "2-sft", "3-grpo")]
+    names = [json.loads((folder / "trained.json").read_text())["adapter"]["name"] for folder in folders]
+    assert names == ["r0001-sft-1", "r0001-sft-2", "r0001-grpo"]
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
+    again, calls = run(engine, tmp_path, {"stages": stages, "sft": {"batch_size": 1}})
+    assert [call for call in calls if call[0] != "load"] == [("sft", 3, 2, 2), ("grpo", 3, 11)]
+    assert (ends(again), again.steps) == (ends(made), made.steps)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_engine_never_gets_the_number_of_an_adapter_twice(tmp_path: Path, overlap: int) -> None:
+    """In a round with the same stage twice, whose other adapters are there before and after them."""
+    engine, trainer = ray_cluster.start(Engine, gpus=0), Trainer(())
+    stages = [{"grpo": {"steps": 3, "group_size": 5}}, "grpo"]
+    whole, prompts = round_of(engine, tmp_path, {"stages": stages, "overlap": overlap}, trainer)
+    trainer.begin("parent", None, 1, 1, None)
+    first = whole.adapters.load("parent", trainer.adapter())
+    whole._train(prompts, prompts[:2])
+    last = whole.adapters.load("candidate", trainer.adapter())
+    loaded, unloaded = ray.get(engine.numbers.remote())
+    ray.kill(engine)
+    assert (loaded[0], loaded[-1]) == (first.number, last.number)
+    assert len(set(loaded)) == len(loaded) == 2 + (3 - overlap) + (2 - overlap)
+    assert sorted(unloaded) == sorted(loaded[1:-1])
+    assert ends(whole.training) == [("grpo 1", "trained"), ("grpo 2", "trained")]
+    steps = [(line["step"], line["stage"], line["rollouts"]) for line in read_steps(tmp_path)]
+    assert steps == [
+        *((step, "grpo 1", 2 * 5) for step in (1, 2, 3)),
+        *((step, "grpo 2", 2 * 4) for step in (4, 5)),
+    ]
+    assert (whole.training.steps, whole.training.rollout_steps, whole.training.group_size) == (5, 2, 4)
 
 
 def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tmp_path: Path) -> None:

@@ -1,0 +1,388 @@
+"""`flywheel migrate`: rows of another program's file, and files for Flywheel that mean the same."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flywheel.config.file import Config, load
+from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of
+from flywheel.daemon.migration import migrated, write
+from flywheel.errors import ConfigError, ExportError
+from flywheel.judge.filters.chain import Chain, chain_of
+from flywheel.judge.grader import Grader
+from flywheel.system.files import write_atomic
+from flywheel.tuner.call import round_of
+from tests.cli.conftest import Run
+from tests.factories.config import write_yaml
+from tests.factories.documented_json import compare, documented
+from tests.factories.foreign_files import foreign_files
+from tests.factories.judge_server import JudgeServer
+from tests.sources.studio.writer import DATA, labels
+
+GOOD = {each["answer"] for each in labels("old") if each["expected_verdict"] == "GOOD"}
+EVALUATE: dict[str, Any] = {
+    "type": "llm_evaluate",
+    "enabled": True,
+    "params": {"custom_rubrics": "1. Drop the task if the answer is wrong.\n2. Or rude.\n", "max_thread": 4},
+}
+DEDUPLICATION = {"type": "deduplication", "enabled": True, "params": {"db_path": "./.db", "model": None}}
+
+
+def of_agentjet(root: str = "ajet", *, filters: Any = (), model: Any = "Qwen/Qwen3-0.6B", **below: Any) -> Any:
+    """A configuration that reads `database.sqlite` beside it."""
+    traced = {"base_url": "./database.sqlite", "train_output_path": "./tasks.jsonl", "filters": [*filters]}
+    reader = {"type": "tracing", "feedback_tracing": traced}
+    return {root: {"task_reader": reader, **({"model": {"path": model}} if model else {}), **below}}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """Every setting but the files of rubric and chain, which are compared by what they hold."""
+    made = config.model_dump(mode="json")
+    del made["filter"]["chain"], made["filter"]["rubric"]
+    return made
+
+
+def hashes(config: Config) -> tuple[str, str]:
+    """Of the rubric and of the judge."""
+    chain = chain_of(config)
+    grader = Grader(rubric_of(config, chain), judge_settings(config, chain))
+    return grader.rubric.hash, grader.judge_hash
+
+
+def decisions(config: Config) -> Any:
+    """What a chain does, without its name and its texts."""
+    chain = chain_of(config)
+    if not isinstance(chain, Chain):
+        return chain
+    steps = [getattr(each, "name", type(each).__name__) for each in (*chain.before, *chain.after)]
+    return steps, len(chain.before), chain.decides, chain.deduplication and chain.deduplication.similarity_threshold
+
+
+def assert_same(file: Path, folder: Path) -> None:
+    """Write what becomes of a file, and compare what both mean."""
+    write(migrated(file, folder).files, folder)
+    here, there = load(file), load(folder / "flywheel.yaml")
+    assert effective(there) == effective(here)
+    assert (hashes(there), decisions(there)) == (hashes(here), decisions(here))
+
+
+def test_rows_are_printed_and_nothing_is_written_without_a_folder(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(rollout={"num_repeat": 6}, trainer_common={"total_epochs": 9}))
+    ran = flywheel("migrate", "a.yaml", "--json")
+    assert ran.code == 0, ran.err
+    rows = {row["place"]: row for row in ran.json["rows"]}
+    assert (rows["ajet.rollout.num_repeat"]["outcome"], rows["ajet.rollout.num_repeat"]["use"]) == (
+        "taken over",
+        "training.group_size",
+    )
+    assert rows["ajet.trainer_common.total_epochs"]["outcome"] == "without effect"
+    assert (ran.json["program"], ran.json["written"], ran.json["forecast"]) == ("AgentJet", [], None)
+    assert "database.sqlite" in ran.json["unread"][0]
+    compare(ran.json, documented("migrate"), "migrate")
+    text = flywheel("migrate", "a.yaml").out
+    assert "training.group_size" in text
+    assert "`training.steps` is the length of a round" in text
+    assert names_in(tmp_path) == {"a.yaml"}
+
+
+def test_a_missing_model_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet("astuner", model=None, filters=[EVALUATE]))
+    ran = flywheel("migrate", "a.yaml")
+    assert (ran.code, "`astuner.model.path` is missing: nothing says which model is trained. Add it." in ran.out) == (
+        1,
+        True,
+    )
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert (ran.code, "Fill in model.base in made/flywheel.yaml" in ran.out) == (1, True)
+    text = (tmp_path / "made" / "flywheel.yaml").read_text()
+    assert "base: null # FILL IN" in text
+    line = text.splitlines().index(next(each for each in text.splitlines() if "FILL IN" in each)) + 1
+    assert f"line {line}: `model.base`" in flywheel("config", "show", "-c", "made/flywheel.yaml").err
+    (tmp_path / "made" / "flywheel.yaml").write_text(text.replace("base: null", "base: m"))
+    assert load(tmp_path / "made" / "flywheel.yaml").model.base == "m"
+
+
+def test_a_refused_row_has_its_remedy_and_nothing_is_written(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(backbone="verl", task_judge={"judge_type": "rubrics_auto_grader"}))
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert (ran.code, (tmp_path / "made").exists()) == (1, False)
+    assert "2 settings refused or missing:" in ran.out
+    assert "flywheel export --format agentjet" in ran.out
+    ran = flywheel("migrate", "a.yaml", "--json")
+    assert [row["place"] for row in ran.json["rows"] if row["outcome"] == "refused"] == [
+        "ajet.backbone",
+        "ajet.task_judge.judge_type",
+    ]
+
+
+@pytest.mark.parametrize("name", ["flywheel.yaml", "filters/agentjet.yaml", "rubrics/agentjet.yaml"])
+def test_nothing_is_written_beside_a_target_that_exists(name: str, flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE]))
+    (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "made" / name).write_text("mine")
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert (ran.code, f"cannot write made/{name}: it exists" in ran.err) == (1, True)
+    assert names_in(tmp_path / "made") == {name}
+    assert (tmp_path / "made" / name).read_text() == "mine"
+
+
+def test_all_files_are_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE]))
+    files, folder = migrated(tmp_path / "a.yaml", tmp_path / "made").files, tmp_path / "made"
+    left = [2]
+
+    def fails(path: Path, data: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        write_atomic(path, data)
+
+    monkeypatch.setattr("flywheel.daemon.migration.write_atomic", fails)
+    with pytest.raises(ExportError, match="No space left"):
+        write(files, folder)
+    assert names_in(folder) == set()
+    monkeypatch.undo()
+    # What a process leaves that was killed before its last file.
+    write({name: text for name, text in files.items() if name.startswith("rubrics")} | {"flywheel.yaml": ""}, folder)
+    (folder / "flywheel.yaml").unlink()
+    (folder / ".migrate-of-another").mkdir()
+    write(files, folder)
+    assert names_in(folder) == {"flywheel.yaml", "filters/agentjet.yaml", "rubrics/agentjet.yaml"}
+    assert list(files)[-1] == "flywheel.yaml", "without it, no command uses the others"
+
+
+@pytest.mark.parametrize("folder", ["there/below", "project", "project/made"])
+def test_paths_mean_the_same_from_the_folder(folder: str, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "pkg").mkdir(parents=True)
+    (project / "keep.py").write_text("def keep(task):\n    return True\n")
+    (project / "pkg" / "flow.py").write_text("raise SystemExit('it was run')\n")
+    filters = [{"type": "python", "params": {"path": "keep.py"}}, EVALUATE]
+    raw = of_agentjet(
+        model="./models/mine",
+        filters=filters,
+        rollout={"user_workflow": "pkg.flow->Flow"},
+        task_judge={"judge_protocol": "pkg/judge.py->Judge"},
+    )
+    file = write_yaml(project / "pkg" / "a.yaml", raw | {"state": {"dir": "state"}})
+    assert_same(file, tmp_path / folder)
+    lines = (tmp_path / folder / "flywheel.yaml").read_text().splitlines()
+    assert {line.split(":")[0].strip() for line in lines if str(tmp_path) in line} <= {"base"}, "adapters record it"
+
+
+def test_the_text_has_what_the_file_sets_and_where_it_is_from(tmp_path: Path) -> None:
+    raw = of_agentjet(filters=[EVALUATE, DEDUPLICATION], rollout={"num_repeat": 6})
+    file = write_yaml(tmp_path / "a.yaml", raw | {"judge": {"base_url": "http://127.0.0.1:9/v1", "model": "j"}})
+    files = migrated(file, tmp_path / "made").files
+    text = files["flywheel.yaml"]
+    assert list(yaml.safe_load(text)) == ["sources", "ingest", "judge", "filter", "model", "training", "rollout"]
+    assert "  base: Qwen/Qwen3-0.6B # ajet.model.path\n" in text
+    assert "  group_size: 6 # ajet.rollout.num_repeat\n" in text
+    assert yaml.safe_load(text)["filter"] == {"chain": "filters/agentjet.yaml", "rubric": "rubrics/agentjet.yaml"}
+    assert "custom_rubrics: |\n  1. Drop the task" in files["rubrics/agentjet.yaml"]
+    chain = yaml.safe_load(files["filters/agentjet.yaml"])
+    assert (chain["keep_order"], chain["decides"]) == (True, True)
+    assert chain["filters"][0]["params"] == {"max_thread": 4, "temperature": 0.5}
+
+
+def test_every_file_that_commands_accept_means_the_same_when_it_is_written(tmp_path: Path) -> None:
+    accepted = 0
+    for number, (name, raw) in enumerate(foreign_files()):
+        file, folder = write_yaml(tmp_path / f"{number}.yaml", raw), tmp_path / "made" / str(number)
+        try:
+            load(file)
+        except ConfigError:
+            with contextlib.suppress(ConfigError):
+                assert any(row.outcome == "refused" for row in migrated(file, folder).rows), name
+            continue
+        assert_same(file, folder)
+        accepted += 1
+    assert accepted > 100
+
+
+@pytest.mark.parametrize("key", ["sk-0123456789abcdefghij", "${oc.env:MY_EMBEDDINGS}"])
+def test_keys_are_neither_printed_nor_written(
+    key: str, flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_EMBEDDINGS", "the-very-secret-one")
+    entry = {"type": "deduplication", "params": {"model": "e", "base_url": "http://127.0.0.1:9/v1", "api_key": key}}
+    raw = of_agentjet(filters=[entry], rollout={"user_workflow": "flow.py->Flow"}, other={"api_key": key})
+    write_yaml(tmp_path / "a.yaml", raw)
+    (tmp_path / "flow.py").write_text("")
+    out = "".join(
+        each
+        for options in ([], ["--json"], ["--output", "made"])
+        for ran in [flywheel("migrate", "a.yaml", *options)]
+        for each in (ran.out, ran.err)
+    )
+    written = "".join((tmp_path / "made" / name).read_text() for name in names_in(tmp_path / "made"))
+    for secret in ("sk-0123456789abcdefghij", "the-very-secret-one"):
+        assert secret not in out + written
+    variable = "MY_EMBEDDINGS" if "oc.env" in key else "OPENAI_API_KEY"
+    assert f"api_key_env: {variable}" in written
+    assert f"${variable}" in out
+
+
+def test_ten_tasks_have_the_same_verdicts_and_calls_both_ways(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(DATA / "old.sqlite", tmp_path / "database.sqlite")
+    rules = {"type": "rules", "params": {"min_answer_length": 30}}
+    with JudgeServer(lambda _, answer: answer in GOOD) as judge:
+        raw = of_agentjet(filters=[EVALUATE, rules, DEDUPLICATION])
+        raw["judge"] = {"base_url": judge.base_url, "model": "judge", "max_attempts": 1}
+        file = write_yaml(tmp_path / "a.yaml", raw)
+        assert flywheel("migrate", file, "--output", "made").code == 0
+
+        def filtered(config: Path, home: str, *options: str) -> tuple[dict[str, Any], int]:
+            monkeypatch.setenv("FLYWHEEL_HOME", str(tmp_path / home))
+            before = judge.calls
+            assert flywheel("ingest", "-c", config).code == 0
+            ran = flywheel("filter", "-c", config, "--limit", "10", "--json", *options)
+            assert ran.code == 0, ran.err
+            verdicts = {each["task_id"]: (each["outcome"], each["score"]) for each in ran.json["verdicts"]}
+            (tmp_path / "tasks.jsonl").unlink()
+            return verdicts, judge.calls - before
+
+        here = filtered(file, "one")
+        assert len(here[0]) == 10
+        assert {outcome for outcome, _ in here[0].values()} == {"accepted", "rejected"}
+        assert filtered(tmp_path / "made" / "flywheel.yaml", "two") == here
+        monkeypatch.setenv("FLYWHEEL_HOME", str(tmp_path / "one"))
+        again = flywheel("filter", "-c", "made/flywheel.yaml", "--rejudge", "--dry-run", "--json").json
+        assert again["due"] == 96 - 10, "what was judged with the file is judged"
+
+
+def test_a_chain_without_a_judge_decides_alone_in_a_file_of_its_own(flywheel: Run, tmp_path: Path) -> None:
+    shutil.copy(DATA / "old.sqlite", tmp_path / "database.sqlite")
+    file = write_yaml(
+        tmp_path / "a.yaml", of_agentjet(filters=[{"type": "rules", "params": {"min_answer_length": 30}}])
+    )
+    assert flywheel("migrate", file, "--output", "made").code == 0
+    assert flywheel("ingest", "-c", "made/flywheel.yaml").code == 0
+    ran = flywheel("filter", "-c", "made/flywheel.yaml", "--limit", "10", "--json")
+    assert (ran.code, ran.json["judged"], ran.json["usage"]["calls"]) == (0, 10, 0)
+
+
+def test_the_forecast_follows_where_no_row_is_refused(flywheel: Run, tmp_path: Path) -> None:
+    shutil.copy(DATA / "old.sqlite", tmp_path / "database.sqlite")
+    write_yaml(tmp_path / "a.yaml", of_agentjet())
+    before = names_in(tmp_path)
+    ran = flywheel("migrate", "a.yaml")
+    assert "96 tasks: 37 held out; of 59 for training 59 usable." in ran.out
+    assert names_in(tmp_path) == before
+    write_yaml(tmp_path / "a.yaml", of_agentjet(backbone="verl"))
+    assert flywheel("migrate", "a.yaml", "--json").json["forecast"] is None
+
+
+SAGE = """
+from sage.agent import AgentSFTConfig, rl
+from pathlib import Path
+
+open("it-was-run", "w")
+CONFIG = AgentSFTConfig(base_model="Qwen/Qwen2.5-1.5B-Instruct", num_epochs=2, output_dir=Path.home() / "out"{more})
+RL = rl.RLTrainingConfig(algorithm="dpo", dpo_config={{"beta": 0.2}})
+"""
+
+
+def test_a_python_file_is_parsed_and_never_run(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SAGE.format(more=""))
+    ran = flywheel("migrate", "a.py", "--output", "made")
+    assert ran.code == 0, ran.out + ran.err
+    assert not (tmp_path / "it-was-run").exists()
+    config = load(tmp_path / "made" / "flywheel.yaml")
+    assert (config.model.base, config.training.sft.epochs) == ("Qwen/Qwen2.5-1.5B-Instruct", 2)
+    assert config.training.dpo.beta == 0.2
+    (tmp_path / "a.py").write_text(SAGE.format(more=", seed=int(3)"))
+    ran = flywheel("migrate", "a.py", "--json")
+    (row,) = [row for row in ran.json["rows"] if row["outcome"] == "refused"]
+    assert (ran.code, row["place"], row["hint"]) == (1, "sft_config.seed", "Write its value.")
+    assert "int(3)" in row["why"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = 1", "AgentSFTConfig('m')", "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)", "def (", "\0"],
+)
+def test_a_python_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"cannot migrate .*a\.py: it "):
+        migrated(tmp_path / "a.py", tmp_path)
+
+
+def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.jsonl", "flow.py", "eval.jsonl"):
+        (tmp_path / name).write_text("")
+    raw = {
+        "project": "mine",
+        "model": {"model_path": "${oc.env:A_MODEL}", "max_model_len": 9000},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 6, "optimizer": {"lr": 1e-6}},
+        "buffer": {
+            "batch_size": 16,
+            "explorer_input": {
+                "taskset": {"path": "train.jsonl", "format": {"prompt_key": "q"}},
+                "eval_tasksets": [{"path": "eval.jsonl"}],
+            },
+        },
+        "explorer": {"rollout_model": {"engine_num": 4}},
+        "monitor": {"monitor_args": {"api_key": "hidden-by-all-means"}},
+    }
+    monkeypatch.setenv("A_MODEL", "org/model")
+    file = write_yaml(tmp_path / "trinity.yaml", raw)
+    ran = flywheel("migrate", file, "--output", "made")
+    assert ran.code == 0, ran.out + ran.err
+    assert "no forecast: the file names no database" in ran.out
+    assert "hidden-by-all-means" not in ran.out + (tmp_path / "made" / "tune.py").read_text()
+    tree = ast.parse((tmp_path / "made" / "tune.py").read_text())
+    (value,) = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    given = {"workflow_func": "flow.py:run"}
+    made, python = tmp_path / "round", Path("/usr/bin/python3")
+    here, there = (
+        round_of(given | each, made, python) for each in ({"config_path": file}, {"config": ast.literal_eval(value)})
+    )
+    assert there.settings == here.settings
+    assert (there.epochs, here.epochs) == (1, 1)
+    assert {**here.train, "path": str(tmp_path / "train.jsonl")} == there.train
+    assert [each["path"] for each in there.held_out] == [str(tmp_path / "eval.jsonl")]
+
+
+def test_other_commands_say_how_a_file_of_trinity_is_used(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"algorithm_type": "grpo"}, "model": {"model_path": "m"}})
+    for command in (["run", "--once"], ["ingest"], ["config", "show"]):
+        ran = flywheel(*command, "-c", "t.yaml")
+        assert (ran.code, "flywheel migrate t.yaml --output DIR" in ran.err) == (78, True)
+
+
+def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet())
+    ran = flywheel("migrate", "ajet --conf a.yaml --backbone debug", "--output", "made", "--json")
+    assert ran.code == 0, ran.out + ran.err
+    assert ran.json["commands"] == ["flywheel round --debug -c made/flywheel.yaml"]
+    assert {"--conf", "--backbone", "ajet.model.path"} <= {row["place"] for row in ran.json["rows"]}
+    assert ran.json["written"] == ["made/flywheel.yaml"]
+    ran = flywheel("migrate", "ajet --conf a.yaml --swarm-server", "--output", "other")
+    assert (ran.code, (tmp_path / "other").exists()) == (1, False), ran.out
+    for given, said in (("nothing.yaml", "there is no such file"), ("ls -l", "cannot")):
+        ran = flywheel("migrate", given)
+        assert (ran.code, said in ran.err) == (78, True)
+
+
+def test_flywheels_own_file_is_refused(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "own.yaml", {"sources": [], "training": {"steps": 3}})
+    ran = flywheel("migrate", "own.yaml")
+    assert (ran.code, "no key of AgentJet" in ran.err) == (78, True)
+    assert json.loads(flywheel("migrate", "own.yaml", "--json").out).keys() == {"error"}
