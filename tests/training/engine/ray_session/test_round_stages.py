@@ -83,9 +83,7 @@ class Trainer:
         self._idle = idle
         self.calls: list[Any] = []
 
-    def begin(
-        self, stage: str, settings: Any, steps: int, longest: int, parent: AdapterFiles | None, found: Any = None
-    ) -> None:
+    def begin(self, stage: str, settings: Any, steps: int, longest: int, parent: AdapterFiles | None) -> None:
         self._stage, self._has_stepped = stage, False
         self._weights = parent.contents[WEIGHTS_FILE] if parent is not None else weights(0)
 
@@ -97,6 +95,9 @@ class Trainer:
         if not self._has_stepped:
             self.calls.append(("losses", len(rows)))
         return list(map(float, range(len(rows))))
+
+    def write_adapter(self, folder: Path) -> None:
+        self.adapter().write(folder)
 
     def adapter(self) -> AdapterFiles:
         own = self._weights if self._stage in self._idle else weights(sum(self._stage.encode() + self._weights))
