@@ -119,7 +119,7 @@ def loops(trainer: Trainer, refused: Sequence[str], early: str) -> tuple[type, t
 
     def note(work: StageWork, *call: Any) -> None:
         if trainer.calls:
-            trainer.calls.append(("load", work.parent and work.parent.contents[CONFIG_FILE].decode()))
+            trainer.calls.append(("load", work.parent and bytes(work.parent.contents[CONFIG_FILE]).decode()))
         trainer.calls.append(call)
 
     class Reinforced(Reinforcement):
