@@ -113,14 +113,15 @@ class Training:
         }
 
     def sampling(self, settings: Config) -> Sampling:
-        """How the rollouts were sampled."""
+        """How the rollouts were sampled. A stage that an earlier version ended has noted no numbers: it had those of
+        the settings."""
         found = self.system_prompts
         most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
         return Sampling(
             temperature=settings.rollout.temperature,
             steps=self.rollout_steps,
-            prompts=settings.rollout.prompts_asked(self.prompts_per_step),
-            group_size=self.group_size,
+            prompts=settings.rollout.prompts_asked(self.prompts_per_step or settings.training.prompts_per_step),
+            group_size=self.group_size or settings.training.group_size,
             system_prompts=[
                 SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
             ],
@@ -192,6 +193,6 @@ def tasks_by_stage(tasks: Sequence[RoundTask], stages: Sequence[PlannedStage], s
 
 def why_unused(task: RoundTask, stages: Sequence[PlannedStage]) -> str:
     """Why a task of the round is in none of its stages."""
-    if not task.reply and any(stage.kind == "sft" for stage in stages):
+    if not task.reply and all(stage.kind == "sft" for stage in stages):
         return "it has no reply to train on"
     return "the stages have as many tasks as their samples (training.stages)"

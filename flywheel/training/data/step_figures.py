@@ -90,7 +90,6 @@ def of_rollouts(
     return {
         **batch.summary(),
         **{name: figures.get(name) for name in (*UPDATE_FIGURES, *TOKEN_MEANS)},
-        "stage": "grpo",
         "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
         "trained_tokens": int(trained),
         "temperature": settings.rollout.temperature,
@@ -104,7 +103,7 @@ def of_rollouts(
 def of_items(stage: Stage, epoch: float, count: int, figures: Mapping[str, float]) -> dict[str, Any]:
     """Of a step of SFT on so many replies, or of DPO on so many pairs. For pairs, rewards are beta times the gain in
     log-probability over the reference; `margin` is that of the chosen reply minus that of the rejected one."""
-    about = {"stage": stage, "epoch": epoch}
+    about = {"epoch": epoch}
     update = {name: figures.get(name) for name in ("grad_norm", "learning_rate", "entropy")}
     if stage == "sft":
         trained = int(figures.get("trained_tokens", 0))

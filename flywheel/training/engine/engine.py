@@ -123,8 +123,6 @@ class Engine(RolloutEngine, RoundActor):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ[CPU_LORA_VARIABLE] = "1"
-        # The application in this process would ask its own callers for this key.
-        os.environ.pop("VLLM_API_KEY", None)
         os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         # On a CPU this keeps vLLM's worker inside its engine process, which saves a process and ten seconds.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

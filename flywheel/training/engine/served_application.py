@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from argparse import Namespace
 from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import ContextVar
@@ -92,7 +93,7 @@ def server_arguments(given: Sequence[str], model: str) -> Namespace:
             "Correct serving.extra_args, serving.tool_call_parser and serving.reasoning_parser.",
         ) from error
     arguments.structured_outputs_config.reasoning_parser = arguments.reasoning_parser or ""
-    arguments.model, arguments.served_model_name, arguments.disable_fastapi_docs = model, [BASE_MODEL], True
+    arguments.model, arguments.served_model_name = model, [BASE_MODEL]
     return arguments
 
 
@@ -123,7 +124,7 @@ class ServedApplication:
         self._numbers = itertools.count()
         self._adapters: dict[str, Any] = state.openai_serving_models.lora_requests
         # What vLLM's answer to an invalid request asks of the request.
-        self._asked_here: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+        self._asked_here: Any = SimpleNamespace(app=SimpleNamespace(state=state), state=SimpleNamespace())
         self.context = int(llm.model_config.max_model_len)
         _limit_calls(self._chat)
 
@@ -171,6 +172,7 @@ class ServedApplication:
         _limits.set(limits)
         try:
             found = await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(body))
+            _refuse_not_finite(found)
         except ValidationError as error:
             # FastAPI's name of a place begins with the part of the request.
             wrong = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
@@ -180,6 +182,14 @@ class ServedApplication:
             found = create_error_response(error)
         status = found.error.code if isinstance(found, ErrorResponse) else 200
         return status, found.model_dump()
+
+
+def _refuse_not_finite(found: Any) -> None:
+    """Raise ValueError where a token's logprob is not a number, which JSON cannot have: vLLM's route refuses it."""
+    for choice in getattr(found, "choices", ()):
+        drawn = choice.logprobs.content if choice.logprobs is not None else ()
+        if not all(math.isfinite(token.logprob) for token in drawn):
+            raise ValueError("Out of range float values are not JSON compliant")
 
 
 def _limit_calls(chat: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -213,8 +214,12 @@ class Written:
 
     Attributes:
         sampling: The parameters of the last request.
+        logprob: That of each token.
+        is_cancelled: Whether a generation was; vLLM's engine aborts the request then.
     """
 
+    logprob = -0.5
+    is_cancelled = False
     errored = False
     input_processor = None
 
@@ -231,9 +236,13 @@ class Written:
         from vllm.outputs import CompletionOutput, RequestOutput
 
         self.sampling, self._asked = sampling, request_id
-        await self._aborted.wait()
+        try:
+            await self._aborted.wait()
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
         ids = self.renderer.get_tokenizer().encode(self._text, add_special_tokens=False)
-        drawn = [{token: Logprob(-0.5, 1, "x")} for token in ids]
+        drawn = [{token: Logprob(self.logprob, 1, "x")} for token in ids]
         why = "stop" if self._ends else "abort"
         made = CompletionOutput(0, self._text, ids, None, drawn, finish_reason=why)
         yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [made], finished=True)
@@ -311,6 +320,13 @@ async def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
     assert await told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
 
 
+PATH = "/v1/chat/completions"
+VALID: dict[str, Any] = {
+    "model": BASE_MODEL,
+    "messages": [{"role": "user", "content": "What is 3 plus 4?"}],
+    "logprobs": True,
+    "max_tokens": 64,
+}
 REQUESTS: list[dict[str, Any]] = [
     {},
     {"top_logprobs": 1, "stop": ["3"], "return_token_ids": True},
@@ -337,9 +353,10 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("is_verbose", [False, True])
 @pytest.mark.parametrize("text", ["It is 7.", CALL, THOUGHT])
 async def test_replies_and_refusals_are_those_of_vllms_web_application(
-    served_with_thoughts: Served, served: Served, text: str
+    served_with_thoughts: Served, served: Served, text: str, is_verbose: bool
 ) -> None:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -352,6 +369,8 @@ async def test_replies_and_refusals_are_those_of_vllms_web_application(
 
     for made, arguments in ((served_with_thoughts, PARSERS), (served, ())):
         llm, given = Written(made, text), server_arguments(arguments, made.model_config.model)
+        # As with VLLM_SERVER_DEV_MODE.
+        given.log_error_stack = is_verbose
         ours = await ServedApplication.build(llm, given)
         app = build_app(given, ("generate",), made.model_config)
         await init_app_state(llm, app.state, given, ("generate",))
@@ -359,13 +378,31 @@ async def test_replies_and_refusals_are_those_of_vllms_web_application(
         async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
             statuses = set()
             for change in REQUESTS:
-                messages = [{"role": "user", "content": "What is 3 plus 4?"}]
-                body = {"model": BASE_MODEL, "messages": messages, "logprobs": True, "max_tokens": 64, **change}
-                answer = await client.post("/v1/chat/completions", json=body)
+                body = {**VALID, **change}
+                answer = await client.post(PATH, json=body)
                 status, found = await ours.chat(body, Limits(ours.context))
                 assert (status, plain(found)) == (answer.status_code, plain(answer.json())), change
                 statuses.add(status)
+            llm.logprob = math.nan
+            answer, (status, found) = await client.post(PATH, json=VALID), await ours.chat(VALID, Limits(512))
+            assert (status, found) == (answer.status_code, answer.json())
         assert {200, 400, 404} <= statuses
+        assert status == 400, "JSON has no such number"
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_engine(served: Served) -> None:
+    llm = Written(served, "It is 7.", ends=False)
+    ours = await ServedApplication.build(llm, server_arguments((), served.model_config.model))
+    body = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "What is 3 plus 4?"}]}
+    call = asyncio.create_task(ours.chat(body, Limits(ours.context)))
+    async with asyncio.timeout(60):
+        while llm.sampling is None:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while not llm.is_cancelled:
+            await asyncio.sleep(0.01)
 
 
 def test_a_worker_plans_its_engines_without_vllm() -> None:

@@ -14,9 +14,15 @@ from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.usage import Allowance, Purpose, UsageFile
-from flywheel.records.verdict import Exchange
+from flywheel.records.program_run import RunResult
+from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Completion, RewardWeights, RolloutRequest
+from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.rollout_grading import Grading, PauseLimits
 from tests.factories.judge_server import JudgeServer
+from tests.factories.task import round_task
+from tests.training.data.rollouts import request, verdict
 from tests.waiting import wait_for
 
 RUBRIC = parse_rubric(
@@ -235,3 +241,30 @@ def test_a_wait_that_is_over_while_it_is_told_is_no_error() -> None:
     limits = PauseLimits(1.0, pause, clock=lambda: now[0], sleep=waits.append)
     assert not limits.until_back(0, "it is away", lambda: False)
     assert waits == [0.0]
+
+
+def test_without_a_weight_of_the_rubric_the_judge_is_not_asked_about_the_users_agent() -> None:
+    class Calls:
+        """A call is the seed of its request, and has ended."""
+
+        def submit(self, _: Any, wanted: RolloutRequest) -> int:
+            return wanted.seed
+
+        def ended(self, calls: Any, *, seconds: float) -> list[Any]:
+            return list(calls)
+
+        def completion(self, _: int) -> Completion:
+            return Completion(text="seven", run=RunResult(reward=1.0))
+
+    graded: list[Exchange] = []
+
+    def grade(work: Exchange) -> Verdict:
+        graded.append(work)
+        return verdict(0.25)
+
+    of = Prompt(round_task().model_copy(update={"agent": "program"}), (5, 6, 7))
+    about: dict[str, Any] = {"max_thread": 1, "timeout_seconds": 60, "calls": Calls()}
+    for rubric, judged, reward in ((0.0, 0, 1.0), (1.0, 1, 0.625)):
+        with Collector([1], grade, weights=RewardWeights(rubric=rubric, program=1.0), **about) as collector:
+            [rollout] = collector.collect([request(of=of)]).rollouts
+        assert (len(graded), rollout.reward) == (judged, reward)

@@ -108,6 +108,12 @@ async def test_what_a_command_leaves_behind_is_ended_though_it_holds_the_output(
     assert (result.cause, result.error) == ("left_processes", "it left a process running: sleep 1000")
 
 
+async def test_a_command_that_hangs_is_ended(new_pool: NewPool) -> None:
+    pool = new_pool(command=("sleep", "1000"))
+    result = await pool.run({}, MODELS, "policy", seconds=0.5)
+    assert (result.cause, result.error) == ("timeout", "it ran longer than 0.5 s")
+
+
 async def test_a_reward_function_judges_a_command(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "async def judge(task, response, auxiliary_models):\n"
