@@ -21,7 +21,7 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import RoundResult, RoundSpec
 from flywheel.records.similarity import normalised
 from flywheel.training.data.loss_selection import by_loss
-from flywheel.training.data.round_directory import read_spec, settings_of
+from flywheel.training.data.round_directory import identity_of, read_spec, settings_of
 from flywheel.training.gate.gate import decide
 from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config
@@ -232,6 +232,13 @@ def test_a_dialog_that_only_calls_tools_without_arguments_is_left_out(tmp_path: 
     assert {why for _, why in read.notes} == {"`content.call without arguments` is not read"}
     with pytest.raises(ConfigError, match="no line can be trained on: its messages have the weight 0"):
         tasks_of(settings(tmp_path, "sft"), written(data, lines[:1]), None, compares=False)
+
+
+def test_the_same_file_is_the_same_round_of_the_users_agent(tmp_path: Path, data: Path) -> None:
+    own = {"agent": {"command": ["true"]}, "reward": {"rubric": 0, "workflow": 1}}
+    one, other = (spec_of(settings(tmp_path, "grpo", rollout=own), data, None, compares=True) for _ in range(2))
+    assert one.train[0].line["metadata"]["started_at"] == "1970-01-01T00:00:00+00:00"
+    assert identity_of(one) == identity_of(other)
 
 
 def test_a_rubric_or_the_users_agent_rewards_answers(tmp_path: Path) -> None:

@@ -264,6 +264,8 @@ _READ: Final = frozenset({*QUERY, *HISTORY, *ANSWER, "task_id", "env_type", "too
 NO_ID: Final = frozenset({"no_id"})
 """The `task_id` of every AgentJet task."""
 MAX_ID: Final = 200
+_NO_TIME: Final = datetime.fromtimestamp(0, UTC)
+"""That of a row without one: the same data set is the same whenever it is read."""
 MAX_DEPTH: Final = 254
 """Levels of nested JSON that orjson can write."""
 _NUMBERS: Final = tuple(
@@ -455,12 +457,11 @@ def rows_of(
     Raises ConfigError, which names the line (by what it is `called`), for a preference without both replies, and for
     one without a question. Unless it `needs_question`, such a line is its own question.
     """
-    now = datetime.now(UTC)
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            yield _row(text, source, now, number, needs_question=needs_question)
+            yield _row(text, source, _NO_TIME, number, needs_question=needs_question)
         except LineError as error:
             why = f"{called} {number}: {error}"
             raise ConfigError(attempted, why, f"Each {called} is one task, a JSON object.") from None
@@ -609,7 +610,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
         if skip
         else row_id(own, parts.query, parts.answered.text, history, images, tools)
     )
-    started = _time(metadata, "started_at") or now
+    started = _time(metadata, "started_at") or _time(metadata, "ended_at") or now
     steps = parts.answered.steps or _trajectory(metadata)
     messages = parts.answered.messages
     if not messages and parts.answered.text.strip():
