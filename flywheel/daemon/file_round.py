@@ -360,7 +360,9 @@ def read_tasks(
         (each.path, found) for each in data for found in rows([each], name, config, python)
     ):
         lacks_reply = stages == {"sft"} and not has_target(row.reply)
-        if lacks_reply and not any(message.get("tool_calls") for message in row.reply):
+        # A result behind a message may be of a call in it that is not known.
+        calls = any(each.get("tool_calls") or (at and each["role"] == "tool") for at, each in enumerate(row.reply))
+        if lacks_reply and not calls:
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
         if stages == {"dpo"} and not compares and row.worse is None:

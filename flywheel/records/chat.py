@@ -140,13 +140,16 @@ def of_turns(turns: Sequence[Message]) -> list[Message]:
         is_beside = output is not None and content not in (None, "", output)
         given = content if given is None and is_beside else given
         is_known, call_id = is_object(given), f"call-{place}"
+        # Whether calls were made at once or one after another is not known.
+        is_caller = bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         if name:
-            # Whether calls were made at once or one after another is not known.
-            if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+            if not is_caller:
                 messages.append({"role": "assistant", "content": ""})
             if not is_known:
                 messages[-1] = {**with_unread(messages[-1], "call without arguments"), "weight": 0}
             messages[-1] = {**messages[-1], "tool_calls": [call_of(_call(call_id, name, given if is_known else {}))]}
+        elif is_caller:
+            messages[-1] = {**messages[-1], "weight": 0}
         result = [_result(call_id, name, content if output is None else output)]
         if not name:
             result.append(_unread("result without a tool_id"))

@@ -230,8 +230,10 @@ def test_a_dialog_that_only_calls_tools_without_arguments_is_left_out(tmp_path: 
     assert [message.get("weight") for message in task.reply] == [0, None, None]
     assert [read.places[task_id][1] for task_id in read.left_out] == [1]
     assert {why for _, why in read.notes} == {"`content.call without arguments` is not read"}
-    with pytest.raises(ConfigError, match="no line can be trained on: its messages have the weight 0"):
-        tasks_of(settings(tmp_path, "sft"), written(data, lines[:1]), None, compares=False)
+    unnamed = {"turns": [*turns[:2], {"role": "tool", "content": "-7"}]}
+    for line in (lines[0], unnamed):
+        with pytest.raises(ConfigError, match="no line can be trained on: its messages have the weight 0"):
+            tasks_of(settings(tmp_path, "sft"), written(data, [line]), None, compares=False)
 
 
 def test_the_same_file_is_the_same_round_of_the_users_agent(tmp_path: Path, data: Path) -> None:

@@ -80,6 +80,14 @@ def test_a_call_without_arguments_makes_the_prompt_inexact_and_is_no_target(resu
     assert "content.call without arguments" in row(line).unread_keys
 
 
+@pytest.mark.parametrize("result", [{"role": "tool", "content": "-7"}, {"role": "tool", "result": "-7"}])
+def test_what_may_have_called_an_unnamed_tool_is_no_target(result: dict[str, Any]) -> None:
+    first, *_, answer = row(dialog(ASKED, LOOKS, result, ANSWER)).reply
+    assert (first["content"], first["weight"], "weight" in answer) == (LOOKS["content"], 0, False)
+    called = row(dialog(ASKED, LOOKS, KNOWN, result, ANSWER)).reply
+    assert not any("weight" in message for message in called), "the call of the first result is known"
+
+
 def test_a_dialog_that_ends_in_a_result_has_nothing_to_train_on() -> None:
     line = dialog(ASKED, LOOKS, FOUND)
     assert entry(line).skip is SkipReason.UNFINISHED
