@@ -458,10 +458,10 @@ class TrainingSettings(GrpoSettings, TasksSettings):
     there is nothing to learn."""
     images: Literal["leave-out", "text-only"] = "leave-out"
     """Tasks with an image in the question, which prompts of a round cannot include: `leave-out` excludes them from
-    training and gate, `text-only` uses their text alone."""
+    training and gate, `text-only` uses their text alone. `flywheel train` always does."""
     inexact_prompts: Literal["leave-out", "use"] = "leave-out"
     """Tasks whose prompt is known to differ from what the model received (`metadata.prompt_exact`): `leave-out`
-    excludes them from training and gate, `use` uses them as they are."""
+    excludes them from training and gate, `use` uses them as they are. `flywheel train` uses all rows of its file."""
     on_collapse: Literal["refuse", "gate"] = "refuse"
     """What happens when the policy collapses while GRPO trains it: in three steps in a row its entropy is below a
     fifth of that of the first two, or its completions are three times longer or shorter, and the reward has fallen.

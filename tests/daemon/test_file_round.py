@@ -186,6 +186,19 @@ def test_keys_that_are_not_read_are_named_once_a_file(
     ]
 
 
+def test_a_row_is_used_whatever_its_prompt_lacks(tmp_path: Path) -> None:
+    shown = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+    answer, read = {"role": "assistant", "content": "A cat."}, ReadRows()
+    lines = [
+        {"messages": [{"role": "user", "content": shown}, answer]},
+        {**CHATS[0], "metadata": {"prompt_exact": False}},
+    ]
+    data = written(tmp_path / "data.jsonl", lines)
+    train, asked = tasks_of(settings(tmp_path, "sft"), data, None, compares=False, read=read)
+    assert (len(train) + len(asked), read.left_out) == (2, {})
+    assert [why for _, why in read.notes] == ["`content.image` is not read"]
+
+
 def test_one_conversation_is_trained_on(tmp_path: Path) -> None:
     train, asked = tasks_of(
         settings(tmp_path, "sft"), written(tmp_path / "one.jsonl", CHATS[:1]), None, compares=False
