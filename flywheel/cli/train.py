@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -110,7 +110,7 @@ def train_on(
     given = context.params | {"data": None, "as_json": None, "config": find_config(config)}
     if task_weights is not None:
         pairs = (each.partition("=") for each in task_weights.split(","))
-        given["task_weights"] = {name.strip(): share for name, _, share in pairs}
+        given["task_weights"] = _each_once((name.strip(), share.strip()) for name, _, share in pairs)
     ready = prepare(cast("Stage", context.command.name), data, given, single=given_settings(), called=_option)
     made = run_async(_run(ready, quiet=as_json))
     report = _report(ready, made)
@@ -127,6 +127,16 @@ def train_on(
 
 for _stage, _about in STAGES.items():
     train.command(_stage, cls=StageCommand, help=_about)(train_on)
+
+
+def _each_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, share in pairs:
+        if name in found:
+            why = f"{name} is given twice, as {found[name]} and as {share}"
+            raise typer.BadParameter(why, param_hint="--task-weights")
+        found[name] = share
+    return found
 
 
 def _option(argument: str) -> str:

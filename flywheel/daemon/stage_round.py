@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -14,7 +15,7 @@ from typing import Any, Final, get_args
 
 from flywheel.config.file import Config, parse
 from flywheel.config.interpolation import values_of
-from flywheel.config.section import merged, put
+from flywheel.config.section import GivenSetting, has, merged
 from flywheel.config.training import Stage
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import RoundNames, TuneResult
@@ -44,6 +45,9 @@ SHORT: Final[Mapping[str, tuple[str, str, str]]] = {
 """The setting of SFT, of DPO and of GRPO that an argument is short for; empty where there is none."""
 FILES: Final = ("eval_data", "output", "sft_model", "config")
 """Arguments that are no settings."""
+_UNUSED: Final[Mapping[str, Any]] = {"sources": [], "targets": {}}
+"""Nothing is read from a source, and the base model is trained for no target."""
+_SECTIONS: Final = Config.model_fields.keys() - _UNUSED.keys()
 Called = Callable[[str], str]
 _PATHS: Final = ("output", "sft_model", "config", "rubric")
 
@@ -91,6 +95,9 @@ def prepare(
     file_round.refuse_in_rollout(attempted)
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(given.get("model"), str | Path):
+        if "base_model" in given:
+            why = "model is another name of base_model, and both are given"
+            raise ConfigError(attempted, why, "Give one of them.")
         given["base_model"] = given.pop("model")
     at = get_args(Stage).index(stage)
     short = {name: keys[at] for name, keys in SHORT.items() if keys[at]}
@@ -99,7 +106,10 @@ def prepare(
     if epochs is not None and ("steps" in given or not isinstance(epochs, int) or epochs < 1):
         hint = f"Give a whole number from 1, without {called('steps')}, which follow from it and the tasks."
         raise ConfigError(attempted, f"{called('epochs')} is {epochs}", hint)
-    sections = {key for key in given if key in Config.model_fields and isinstance(given[key], Mapping | list)}
+    if epochs is not None and any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single):
+        why = f"{called('epochs')} is {epochs}, and --set training.steps is given, too"
+        raise ConfigError(attempted, why, "Give one of them: the steps follow from the epochs and the tasks.")
+    sections = {key for key in given if key in _SECTIONS and isinstance(given[key], Mapping)}
     if unknown := given.keys() - {*short, *FILES, *sections}:
         why = f"there is no argument `{min(unknown)}`"
         known = ", ".join(sorted({"data", "epochs", *FILES, *short}))
@@ -116,6 +126,9 @@ def prepare(
         hint = f"Give a number from 0 to below 1, or a number of steps as the setting {short['warmup']}."
         raise ConfigError(attempted, why, hint)
     settings = _settings(stage, given, short, single, called)
+    if settings.training.kinds != [stage]:
+        why = f"by --set, training.stages is [{', '.join(settings.training.kinds)}]"
+        raise ConfigError(attempted, why, "Leave it out, and name settings of `training` one by one.")
     if "base" not in settings.model.model_fields_set:
         why = f"there is no base model: neither {called('base_model')} nor model.base names one"
         raise ConfigError(attempted, why, "Name a folder, or a model of the Hub.")
@@ -149,21 +162,22 @@ def _settings(
         file: Path = given["config"]
         name, folder, attempted = f"{file} with the arguments {name}", file.parent, f"read configuration {file}"
         raw = values_of(read_yaml(file, attempted, "Name a YAML file.", keys_once=True), attempted) or {}
-    options: dict[str, Any] = {}
-    for argument in short.keys() & given.keys():
-        put(options, short[argument], given[argument])
-    put(options, "training.stages", [stage])
+    options = {key: given[argument] for argument, key in short.items() if argument in given}
+    options["training.stages"] = [stage]
     if "rubric" in given:
         # That of a chain would take its place.
-        put(options, "filter.chain", None)
+        options["filter.chain"] = None
     base = given.get("base_model")
     if isinstance(base, str | Path):
         # Not relative to the configuration file, as its own paths are.
-        put(options, "model.base", str(Path(base).absolute() if Path(base).is_dir() else base))
+        options["model.base"] = str(Path(base).absolute() if Path(base).is_dir() else base)
     if isinstance(raw, dict):
-        sections = {key: value for key, value in given.items() if key in Config.model_fields}
-        # Nothing is read from a source, and the base model is trained for no target.
-        raw = merged({**merged(raw, sections), "sources": [], "targets": {}}, options)
+        sections = {key: value for key, value in given.items() if key in _SECTIONS}
+        raw = {**merged(raw, sections), **_UNUSED}
+        for key, value in options.items():
+            # What stands in the place of a section is refused below.
+            with contextlib.suppress(ConfigError):
+                raw = GivenSetting(key, value).put_into(raw)
     try:
         return parse(raw, name, folder, given=single)
     except ConfigError as error:

@@ -253,6 +253,8 @@ def test_what_is_wrong_is_named(flywheel: Run, tmp_path: Path, data: Path) -> No
     assert "neither --base-model nor model.base names one" in fails("sft", "--output", "out", code=78)
     wrong = fails("sft", "--output", "out", "--base-model", "m", "--task-weights", "timing=0.2", code=78)
     assert "`--task-weights`: timing is a class of SAGE, by words; " in wrong and "the nearest: no_tools" in wrong
+    twice = ("--output", "out", "--base-model", "m", "--task-weights", "one_tool=1, one_tool=3,no_tools=1")
+    assert "one_tool is given twice, as 1 and as 3" in " ".join(fails("sft", *twice, code=2).split())
     assert "No such option" in fails("sft", "--output", "out", "--base-model", "m", "--beta", "1", code=2)
     twice = ("--output", "out", "--base-model", "m", "--epochs", "1", "--steps", "1")
     assert "Give a whole number from 1, without --steps" in fails("grpo", *twice, code=78)

@@ -132,6 +132,11 @@ def test_epochs_of_grpo_are_steps(batch: int, epochs: int, steps: int) -> None:
             "or a number of steps as the setting training.warmup_steps",
         ),
         ("sft", {"training": 3}, "there is no argument `training`"),
+        ("sft", {"training": [1]}, "there is no argument `training`"),
+        ("sft", {"training": [{"lora": {"r": 64}}]}, "there is no argument `training`"),
+        ("sft", {"training": {"sft": [{"batch_size": 2}]}, "epochs": 2}, "`training.sft`: "),
+        ("sft", {"sources": [{"type": "jsonl", "path": "x"}]}, "there is no argument `sources`"),
+        ("sft", {"model": "org/other"}, "model is another name of base_model, and both are given. Give one of them."),
         ("sft", {"training": {"sft": {"epoch": 1}}}, "unknown key `training.sft.epoch` (did you mean `epochs`?)"),
         ("sft", {"base_model": None}, "there is no base model: neither base_model nor model.base names one"),
         ("sft", {"output": 3}, "cannot train with sft: output: "),
@@ -177,6 +182,26 @@ def test_classes_of_sage_are_refused_with_the_nearest(name: str, near: str) -> N
     assert f"the nearest: {near}" in said
     for other in ("ning", "one", ""):
         assert f"there is no class {other}; the classes are" in refusal("sft", task_weights={other: 1})
+
+
+def test_a_single_setting_of_steps_is_refused_with_epochs_of_grpo() -> None:
+    given = {"base_model": "m", "epochs": 2, **JUDGED}
+    for single in ("training.steps=4", "training={stages: [grpo], steps: 4}"):
+        with pytest.raises(ConfigError, match="epochs is 2, and --set training.steps is given, too. Give one of them"):
+            prepare("grpo", CHATS, given, single=[single])
+    assert prepare("grpo", CHATS, given, single=["training.seed=4"]).spec.seed == 4
+
+
+@pytest.mark.parametrize("single", ["training.stages=[grpo]", "training={seed: 4}"])
+def test_a_single_setting_of_another_stage_is_refused(single: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot train with sft: by --set, training.stages is \[grpo\]"):
+        prepare("sft", CHATS, {"base_model": "m"}, single=[single])
+
+
+def test_weights_take_the_place_of_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "flywheel.yaml").write_text("training: {task_weights: {one_tool: 2}}")
+    made = ready("sft", config="flywheel.yaml", task_weights={"no_tools": 1})
+    assert made.settings.training.task_weights == {"no_tools": 1}
 
 
 def test_a_file_that_trains_when_a_rollout_loads_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
