@@ -87,15 +87,25 @@ def imported_modules(path: Path, folder: Path, *others: Path) -> dict[str, Path]
 
 
 def outside_imports(file: Path, *folders: Path) -> set[str]:
-    """The top-level modules that a Python file imports, also in a function, and that lie neither beside it nor in the
-    folders. Raises OSError, SyntaxError and ValueError."""
+    """The top-level modules that a Python file imports when it runs, also in a function, and that lie neither beside
+    it nor in the folders. Raises OSError, SyntaxError and ValueError."""
     found: set[str] = set()
     own: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+    for node in _of_runs(ast.parse(file.read_bytes(), str(file))):
         if not (isinstance(node, ast.ImportFrom) and node.level):
             for start, name in _imports(node, file, folders):
                 (own if any(_files_named(start, name)) else found).add(name.partition(".")[0])
     return found - own
+
+
+def _of_runs(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, without what stands below `if TYPE_CHECKING`: only type checkers read that."""
+    left = [node]
+    while left:
+        yield (node := left.pop())
+        test = node.test if isinstance(node, ast.If) else None
+        is_of_types = getattr(test, "attr", getattr(test, "id", "")) == "TYPE_CHECKING"
+        left += node.orelse if isinstance(node, ast.If) and is_of_types else ast.iter_child_nodes(node)
 
 
 def _imports(node: ast.AST, file: Path, folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:

@@ -21,18 +21,29 @@ PACKAGES = (
     ("agentscope", "1.0.21"), ("agentscope", "1.0.22"), ("mcp", "1.9"), ("mcp", "2.1"), ("sqlalchemy", "2.1"),
     ("tqdm", "4.1"),
 )  # fmt: skip
-ROLLOUT = {"agent": {"workflow": "agent.py:run"}, "reward": {"workflow": 1}, "reward_function": "judge.py:judge"}
+ROLLOUT = {
+    "agent": {"workflow": "agent.py:run"}, "reward": {"workflow": 1}, "reward_function": "judge.py:judge",
+    "setup": "depot.doors:unlock",
+}  # fmt: skip
 AGENT = """
 import asyncio
 import json as as_json
 from typing import TYPE_CHECKING
 
+import __main__
 import prices
 from prices.local import cheapest
 
 import agentscope.agent
 from flywheel.tuner import WorkflowOutput
 from trinity.common.rewards.math_reward import MathBoxedRewardFn
+
+if TYPE_CHECKING:
+    import pandas
+else:
+    import polars
+if not TYPE_CHECKING:
+    import pyarrow
 
 
 async def run(task, model):
@@ -111,7 +122,10 @@ def test_it_is_there_when_it_is_complete(
 
     ran = flywheel(*command, "--requirement", shop / "packages.txt")
     assert (ran.code, ran.out.splitlines()) == (0, [
+        "missing: depot, which the settings name",
         f"missing: numpy, which {shop}/prices/local.py imports",
+        f"missing: polars, which {shop}/agent.py imports",
+        f"missing: pyarrow, which {shop}/agent.py imports",
         f"missing: shapely, which {shop}/judge.py imports",
         f"missing: yaml, which {shop}/agent.py imports",
         f"rollout.agent.python: {made}/bin/python",

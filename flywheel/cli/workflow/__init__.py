@@ -112,7 +112,8 @@ def env(
     python = agentscope_1.make(absolute(output), [absolute(file) for file in requirement or ()])
     for module in agentscope_1.missing(python, imports):
         files = ", ".join(short_path(file) for file in imports[module])
-        typer.echo(escape_terminal(f"missing: {module}, which {files} imports"))
+        named = f"{files} imports" if files else "the settings name"
+        typer.echo(escape_terminal(f"missing: {module}, which {named}"))
     typer.echo(escape_terminal(f"rollout.agent.python: {python}"))
 
 

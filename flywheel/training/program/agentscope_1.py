@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError, ExportError
 from flywheel.system.process_folder import ProcessFolder
-from flywheel.system.python_files import outside_imports, parsed
+from flywheel.system.python_files import code_files, outside_imports, parsed
 from flywheel.training.data.round_directory import code_of
 
 PACKAGES: Final = ("agentscope==1.0.21", "mcp<2", "sqlalchemy[asyncio]", "tqdm")
@@ -24,26 +24,32 @@ PROVIDED: Final = frozenset({"flywheel", "trinity", "ajet", "astuner"})
 STDERR: Final = 2
 _MISSING: Final = """\
 import importlib.util, sys
-print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+print(*(name for name in sys.argv[1:] if name not in sys.modules and importlib.util.find_spec(name) is None))
 """
 
 
 def imports_of(rollout: Mapping[str, Any]) -> dict[str, list[Path]]:
     """The modules that the workflow and the other functions of the settings `rollout` import from outside of their
-    folders, each with the files that do. Raises ConfigError where a file cannot be read."""
+    folders, each with the files that do; and the packages of functions that are not there, with none. Raises
+    ConfigError where a file cannot be read."""
     files, agent = code_of(rollout), rollout["agent"]
+    folder = Path(agent["folder"])
     if (workflow := parsed(agent["workflow"])) is not None and workflow.is_in_file:
         files.add(Path(workflow.where))
     found: dict[str, list[Path]] = {}
     for file in sorted(files):
         try:
-            modules = outside_imports(file, Path(agent["folder"]))
+            modules = outside_imports(file, folder)
         except (OSError, SyntaxError, ValueError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise ConfigError(f"read the imports of {file}", why, "Correct it: no round could load it.") from error
-        for module in modules - PROVIDED:
+        for module in modules:
             found.setdefault(module, []).append(file)
-    return found
+    for function in filter(None, (agent["workflow"], rollout.get("reward_function"), rollout.get("setup"))):
+        named = parsed(function)
+        if named is not None and not named.is_in_file and not code_files([function], (), folder):
+            found.setdefault(named.where.partition(".")[0], [])
+    return {module: own for module, own in found.items() if module not in PROVIDED}
 
 
 def make(folder: Path, requirements: Sequence[Path]) -> Path:
