@@ -186,8 +186,9 @@ def test_classes_of_sage_are_refused_with_the_nearest(name: str, near: str) -> N
 
 def test_a_single_setting_of_steps_is_refused_with_epochs_of_grpo() -> None:
     given = {"base_model": "m", "epochs": 2, **JUDGED}
+    why = "epochs is 2, and --set training.steps is given, too. Give one of them"
     for single in ("training.steps=4", "training={stages: [grpo], steps: 4}"):
-        with pytest.raises(ConfigError, match="epochs is 2, and --set training.steps is given, too. Give one of them"):
+        with pytest.raises(ConfigError, match=why):
             prepare("grpo", CHATS, given, single=[single])
     assert prepare("grpo", CHATS, given, single=["training.seed=4"]).spec.seed == 4
 
