@@ -113,15 +113,14 @@ class Training:
         }
 
     def sampling(self, settings: Config) -> Sampling:
-        """How the rollouts were sampled. A stage that an earlier version ended has noted no numbers: it had those of
-        the settings."""
+        """How the rollouts were sampled."""
         found = self.system_prompts
         most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
         return Sampling(
             temperature=settings.rollout.temperature,
             steps=self.rollout_steps,
-            prompts=settings.rollout.prompts_asked(self.prompts_per_step or settings.training.prompts_per_step),
-            group_size=self.group_size or settings.training.group_size,
+            prompts=settings.rollout.prompts_asked(self.prompts_per_step),
+            group_size=self.group_size,
             system_prompts=[
                 SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
             ],

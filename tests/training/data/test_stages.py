@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from flywheel.config.file import Config, parse
 from flywheel.config.training import PlannedStage, TrainingSettings
 from flywheel.errors import ConfigError
 from flywheel.records.round import RoundTask
-from flywheel.training.data.stages import TRAINED_FILE, ended_stages, stage_adapter, tasks_by_stage, why_unused
+from flywheel.training.data.stages import tasks_by_stage, why_unused
 from tests.factories.task import round_task
 
 REPLY = ({"role": "assistant", "content": "3"},)
@@ -112,16 +111,6 @@ def test_a_task_without_a_stage_has_the_reason() -> None:
     assert why_unused(task(1, 1, has_reply=True), planned(WARM_UP)) == full
     assert why_unused(unheard, planned({"grpo": {"samples": 1}})) == full
     assert why_unused(unheard, planned("sft", {"grpo": {"samples": 1}})) == full, "GRPO needs no reply"
-
-
-def test_a_stage_that_an_earlier_version_ended_had_the_numbers_of_the_settings(tmp_path: Path) -> None:
-    [stage] = planned("grpo")
-    folder = stage_adapter(tmp_path, stage).parent
-    folder.mkdir(parents=True)
-    ended = {"adapter": None, "stages": [], "steps": 5, "rollout_steps": 5, "reward_first": 0.25, "reward_last": 0.5}
-    (folder / TRAINED_FILE).write_text(json.dumps(ended))
-    found = ended_stages(None, [stage], tmp_path).sampling(Config())
-    assert (found.steps, found.prompts, found.group_size) == (5, 8, 8)
 
 
 def test_settings_of_a_stage_replace_the_defaults_of_its_kind(tmp_path: Path) -> None:
