@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flywheel.config.file import Config, parse
 from flywheel.config.training import PlannedStage, TrainingSettings
 from flywheel.errors import ConfigError
-from flywheel.records.round import RoundTask
-from flywheel.training.data.stages import tasks_by_stage, why_unused
+from flywheel.records.round import AdapterRef, RoundTask
+from flywheel.training.data.stages import Training, tasks_by_stage, why_unused
 from tests.factories.task import round_task
 
 REPLY = ({"role": "assistant", "content": "3"},)
@@ -183,3 +183,16 @@ def test_a_teacher_is_another_model_that_is_not_excluded(tmp_path: Path) -> None
     assert config.models_of(source).trains("gpt-4o", "")
     assert not config.models_of(source).trains("gpt-3.5", "")
     assert not Config().is_teacher("gpt-4o", "")
+
+
+def test_what_two_stages_of_grpo_ended_with_is_that_of_both(tmp_path: Path) -> None:
+    made, [one, two] = Training(None), planned({"grpo": {"prompts_per_step": 3}}, "grpo")
+    made.rolled_out(one.training, 10, 0.2, 0.5)
+    made.rolled_out(two.training, 4, 0.6, 0.7)
+    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (14, 14, 0.2, 0.7)
+    made.rolled_out(two.training, 1, None, None)
+    assert (made.rollout_steps, made.reward_first, made.reward_last) == (15, 0.2, 0.7), "without a reward"
+    adapter = AdapterRef(name="a", path=str(tmp_path), sha256="")
+    for number, reason in enumerate(("nothing to train", "", "all are equal"), 1):
+        made.end_stage(f"grpo {number}", 4, 5, reason, adapter)
+    assert made.reason == "nothing to train; all are equal"
