@@ -513,6 +513,27 @@ class TrainingSettings(GrpoSettings, TasksSettings):
         """The settings of each stage of GRPO; these if there is none."""
         return [each.training for each in self.planned if each.kind == "grpo"] or [self]
 
+    def fitted(self, tasks: int, epochs: int | None = None) -> Self:
+        """These for a round on so many tasks. A step of a stage asks no more prompts than there are tasks; with
+        `epochs`, a stage of GRPO has as many steps as ask each of its tasks so often. Raises ValueError for warm-up
+        steps that are not below these."""
+
+        def of(training: TrainingSettings, samples: int | None = None) -> dict[str, int]:
+            count = min(tasks, samples or tasks)
+            prompts = min(training.prompts_per_step, count)
+            steps = training.steps if epochs is None else math.ceil(epochs * count / prompts)
+            return {"prompts_per_step": prompts, "steps": steps}
+
+        whole, stages = of(self), list(self.stages)
+        for place, stage in enumerate(self.planned):
+            if isinstance(entry := stages[place], OwnStage) and stage.kind == "grpo":
+                needed = of(stage.training, stage.samples).items()
+                own = {
+                    key: value for key, value in needed if key in entry.grpo.model_fields_set or value != whole[key]
+                }
+                stages[place] = OwnStage(grpo=entry.grpo.model_copy(update=own))
+        return self.model_copy(update={"stages": stages, **whole})._stages_fit()
+
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         for stage in self.planned:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import random
 from collections import Counter, defaultdict
@@ -129,10 +128,11 @@ def spec_of(
         log.warning("training.replay: without effect: a file has no earlier rounds")
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
         log.warning("%s", sentence_of(each))
-    batch = min(settings.training.prompts_per_step, len(train))
-    steps = settings.training.steps if epochs is None else math.ceil(epochs * len(train) / batch)
-    fitted = settings.training.model_copy(update={"prompts_per_step": batch, "steps": steps})
-    settings = settings.model_copy(update={"training": fitted})
+    try:
+        settings = settings.model_copy(update={"training": settings.training.fitted(len(train), epochs)})
+    except ValueError as error:
+        hint = "The steps follow from the tasks and the epochs: set fewer warm-up steps, or a share of them below 1."
+        raise ConfigError(names.attempted, f"`training`: {error}", hint) from None
     return RoundSpec(
         round_id=names.round_id,
         attempt=1,
