@@ -510,8 +510,9 @@ class TrainingSettings(GrpoSettings, TasksSettings):
 
     @property
     def of_grpo(self) -> list[TrainingSettings]:
-        """The settings of each stage of GRPO; these if there is none."""
-        return [each.training for each in self.planned if each.kind == "grpo"] or [self]
+        """The settings of each stage of GRPO, as those of a round of that stage alone; these if there is none."""
+        found = [each.training for each in self.planned if each.kind == "grpo"]
+        return [each.model_copy(update={"stages": ["grpo"]}) for each in found] or [self]
 
     def fitted(self, tasks: int, epochs: int | None = None) -> Self:
         """These for a round on so many tasks. A step of a stage asks no more prompts than there are tasks; with
