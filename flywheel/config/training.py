@@ -551,6 +551,9 @@ class TrainingSettings(GrpoSettings, TasksSettings):
             if self.kinds != ["sft"]:
                 why = "a loss is that of a recorded reply: it is for stages [sft]; use diversity or random"
                 raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
+            if (samples := self.planned[0].samples) is not None:
+                why = f"the stage takes its size, not samples {samples}: remove these, or use diversity or random"
+                raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
             if self.replay is not None:
                 raise ValueError(f"coreset: strategy {self.coreset.strategy} has no replay; use diversity or random")
         return self

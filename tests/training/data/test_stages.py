@@ -151,6 +151,10 @@ def test_settings_of_a_stage_replace_the_defaults_of_its_kind(tmp_path: Path) ->
             "stages: grpo 2: warmup_steps 5 is not below steps 3",
         ),
         (
+            {"training": {"stages": [WARM_UP], "coreset": {"size": 50, "strategy": "loss_topk"}}},
+            "coreset: strategy loss_topk: the stage takes its size, not samples 3: remove these",
+        ),
+        (
             {"training": {"stages": [{"dpo": {"loss_type": "hinge"}}], "dpo": {"label_smoothing": 0.1}}},
             "only the loss sigmoid has it, and loss_type is hinge",
         ),
