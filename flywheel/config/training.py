@@ -516,8 +516,8 @@ class TrainingSettings(GrpoSettings, TasksSettings):
 
     def fitted(self, tasks: int, epochs: int | None = None) -> Self:
         """These for a round on so many tasks. A step of a stage asks no more prompts than there are tasks; with
-        `epochs`, a stage of GRPO has as many steps as ask each of its tasks so often. Raises ValueError for warm-up
-        steps that are not below these."""
+        `epochs`, a stage of GRPO has as many steps as ask each of its tasks so often. Not checked: warm-up steps may
+        not be below these."""
 
         def of(training: TrainingSettings, samples: int | None = None) -> dict[str, int]:
             count = min(tasks, samples or tasks)
@@ -533,7 +533,7 @@ class TrainingSettings(GrpoSettings, TasksSettings):
                     key: value for key, value in needed if key in entry.grpo.model_fields_set or value != whole[key]
                 }
                 stages[place] = OwnStage(grpo=entry.grpo.model_copy(update=own))
-        return self.model_copy(update={"stages": stages, **whole})._stages_fit()
+        return self.model_copy(update={"stages": stages, **whole})
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

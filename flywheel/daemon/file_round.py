@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from flywheel.config.file import Config
 from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -36,6 +38,7 @@ from flywheel.store.splits import TEMPLATE
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
+from flywheel.system.yaml_file import explain
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
@@ -128,11 +131,13 @@ def spec_of(
         log.warning("training.replay: without effect: a file has no earlier rounds")
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
         log.warning("%s", sentence_of(each))
+    fitted = {"training": settings.training.fitted(len(train), epochs)}
+    made = settings.model_copy(update=fitted).model_dump(mode="json")
     try:
-        settings = settings.model_copy(update={"training": settings.training.fitted(len(train), epochs)})
-    except ValueError as error:
+        Config.model_validate(made)
+    except ValidationError as error:
         hint = "The steps follow from the tasks and the epochs: set fewer warm-up steps, or a share of them below 1."
-        raise ConfigError(names.attempted, f"`training`: {error}", hint) from None
+        raise ConfigError(names.attempted, explain(error, Config), hint) from None
     return RoundSpec(
         round_id=names.round_id,
         attempt=1,
@@ -145,7 +150,7 @@ def spec_of(
         pool=pool,
         left_out=read.left_out,
         rubric=rubric.model_dump(mode="json") if rubric is not None else {},
-        settings=settings.model_dump(mode="json"),
+        settings=made,
         test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)) if compares else None,
         suites=suites,
     )
