@@ -510,8 +510,30 @@ class TrainingSettings(GrpoSettings, TasksSettings):
 
     @property
     def of_grpo(self) -> list[TrainingSettings]:
-        """The settings of each stage of GRPO; these if there is none."""
-        return [each.training for each in self.planned if each.kind == "grpo"] or [self]
+        """The settings of each stage of GRPO, as those of a round of that stage alone; these if there is none."""
+        found = [each.training for each in self.planned if each.kind == "grpo"]
+        return [each.model_copy(update={"stages": ["grpo"]}) for each in found] or [self]
+
+    def fitted(self, tasks: int, epochs: int | None = None) -> Self:
+        """These for a round on so many tasks. A step of a stage asks no more prompts than there are tasks; with
+        `epochs`, a stage of GRPO has as many steps as ask each of its tasks so often. Not checked: warm-up steps may
+        not be below these."""
+
+        def of(training: TrainingSettings, samples: int | None = None) -> dict[str, int]:
+            count = min(tasks, samples or tasks)
+            prompts = min(training.prompts_per_step, count)
+            steps = training.steps if epochs is None else math.ceil(epochs * count / prompts)
+            return {"prompts_per_step": prompts, "steps": steps}
+
+        whole, stages = of(self), list(self.stages)
+        for place, stage in enumerate(self.planned):
+            if isinstance(entry := stages[place], OwnStage) and stage.kind == "grpo":
+                needed = of(stage.training, stage.samples).items()
+                own = {
+                    key: value for key, value in needed if key in entry.grpo.model_fields_set or value != whole[key]
+                }
+                stages[place] = OwnStage(grpo=entry.grpo.model_copy(update=own))
+        return self.model_copy(update={"stages": stages, **whole})
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
@@ -528,6 +550,9 @@ class TrainingSettings(GrpoSettings, TasksSettings):
         if self.coreset is not None and self.coreset.is_by_loss:
             if self.kinds != ["sft"]:
                 why = "a loss is that of a recorded reply: it is for stages [sft]; use diversity or random"
+                raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
+            if (samples := self.planned[0].samples) is not None:
+                why = f"the stage takes its size, not samples {samples}: remove these, or use diversity or random"
                 raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
             if self.replay is not None:
                 raise ValueError(f"coreset: strategy {self.coreset.strategy} has no replay; use diversity or random")

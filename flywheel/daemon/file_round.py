@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import random
 from collections import Counter, defaultdict
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from flywheel.config.file import Config
 from flywheel.config.training import AgentProgramSettings
@@ -37,6 +38,7 @@ from flywheel.store.splits import TEMPLATE
 from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
+from flywheel.system.yaml_file import explain
 from flywheel.training.data.pairs import are_apart
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
@@ -129,10 +131,13 @@ def spec_of(
         log.warning("training.replay: without effect: a file has no earlier rounds")
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
         log.warning("%s", sentence_of(each))
-    batch = min(settings.training.prompts_per_step, len(train))
-    steps = settings.training.steps if epochs is None else math.ceil(epochs * len(train) / batch)
-    fitted = settings.training.model_copy(update={"prompts_per_step": batch, "steps": steps})
-    settings = settings.model_copy(update={"training": fitted})
+    fitted = {"training": settings.training.fitted(len(train), epochs)}
+    made = settings.model_copy(update=fitted).model_dump(mode="json")
+    try:
+        Config.model_validate(made)
+    except ValidationError as error:
+        hint = "The steps follow from the tasks and the epochs: set fewer warm-up steps, or a share of them below 1."
+        raise ConfigError(names.attempted, explain(error, Config), hint) from None
     return RoundSpec(
         round_id=names.round_id,
         attempt=1,
@@ -145,7 +150,7 @@ def spec_of(
         pool=pool,
         left_out=read.left_out,
         rubric=rubric.model_dump(mode="json") if rubric is not None else {},
-        settings=settings.model_dump(mode="json"),
+        settings=made,
         test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)) if compares else None,
         suites=suites,
     )

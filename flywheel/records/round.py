@@ -427,10 +427,11 @@ class Sampling(Frozen):
 
     temperature: float
     steps: int
+    """Those of all stages."""
     prompts: int
-    """Of a step."""
+    """Of a step of the last stage."""
     group_size: int
-    """Rollouts of each prompt."""
+    """Rollouts of each prompt of the last stage."""
     system_prompts: list[SystemPrompt] = []
     """The most frequent ones, those of the most rollouts first."""
     further_system_prompts: int = 0

@@ -43,7 +43,7 @@ def written(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def settings(folder: Path, *stages: str, **sections: Any) -> Config:
+def settings(folder: Path, *stages: Any, **sections: Any) -> Config:
     training = {"stages": list(stages), **sections.pop("training", {})}
     return make_config(folder, sources=[], training=training, **sections)
 
@@ -423,6 +423,37 @@ def test_weights_and_a_coreset_choose_among_the_rows_of_a_file(
     assert spec.left_out.keys() == read.places.keys() - {each.task_id for each in (*spec.train, *spec.held_out)}
     assert re.search(rf"{200 - len(spec.train)} rows, the first is .*: .*{why}", caplog.text)
     assert spec_of(config, data, held_out, compares=stage == "grpo", epochs=epochs) == spec
+
+
+@pytest.mark.parametrize(
+    ("own", "epochs", "expected"),
+    [
+        ({}, None, (8, 50)),
+        ({}, 2, (8, 5)),
+        ({"prompts_per_step": 32}, None, (20, 50)),
+        ({"prompts_per_step": 32}, 2, (20, 2)),
+        ({"prompts_per_step": 2}, 1, (2, 10)),
+        ({"steps": 3}, None, (8, 3)),
+        ({"steps": 3}, 1, (8, 3)),
+        ({"steps": 9}, 1, (8, 3)),
+        ({"samples": 5, "steps": 9}, 2, (5, 2)),
+    ],
+)
+def test_a_stage_of_its_own_settings_asks_no_more_than_all_tasks_and_each_in_each_epoch(
+    tmp_path: Path, own: dict[str, int], epochs: int | None, expected: tuple[int, int]
+) -> None:
+    data, held_out = mixed(tmp_path, 20, 0)
+    config = settings(tmp_path, {"grpo": own}, filter={"rubric": str(BOXED_RUBRIC)})
+    made = Config.model_validate(spec_of(config, data, held_out, epochs=epochs).settings)
+    [stage] = made.training.planned
+    assert (stage.training.prompts_per_step, stage.training.steps) == expected
+
+
+def test_a_stage_whose_warm_up_is_no_shorter_than_its_epochs_is_refused(tmp_path: Path) -> None:
+    data, held_out = mixed(tmp_path, 20, 0)
+    config = settings(tmp_path, {"grpo": {"warmup_steps": 10}}, filter={"rubric": str(BOXED_RUBRIC)})
+    with pytest.raises(ConfigError, match="stages: grpo: warmup_steps 10 is not below steps 3"):
+        spec_of(config, data, held_out, epochs=1)
 
 
 def test_without_weights_and_coreset_a_round_has_all_rows_of_a_file(tmp_path: Path) -> None:

@@ -117,6 +117,18 @@ def test_epochs_of_grpo_are_steps(batch: int, epochs: int, steps: int) -> None:
     assert training["training"]["steps"] == steps
 
 
+def test_a_warm_up_that_is_no_shorter_than_the_steps_of_the_epochs_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "flywheel.yaml"
+    file.write_text(json.dumps({"training": {"warmup_steps": 10}}))
+    about = {**JUDGED, "eval_data": [{"question": f"Why {n}?"} for n in range(4)], "epochs": 1}
+    data = [{"question": f"What is {n} plus {n}?"} for n in range(20)]
+    why = "cannot train with grpo: `training`: warmup_steps 10 is not below steps 3"
+    assert why in refusal("grpo", data, **about, config=file)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        prepare("grpo", data, {"base_model": "org/model", **about}, single=["training.warmup_steps=10"])
+    assert ready("grpo", data, **about | {"epochs": 5}, config=file).spec.settings["training"]["steps"] == 13
+
+
 @pytest.mark.parametrize(
     ("stage", "given", "why"),
     [

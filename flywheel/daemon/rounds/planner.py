@@ -255,9 +255,11 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     Raises TrainError.
     """
     _check(conn, config, "try a round")
-    config = config.model_copy(update={"training": config.training.of_grpo[0]})
-    if (prompts := config.training.debug_prompts) is not None:
-        config = _of_size(config, prompts)
+    training = config.training.of_grpo[0]
+    if (prompts := training.debug_prompts) is not None:
+        training = training.model_copy(update={"prompts_per_step": prompts})
+        config = _without_surplus(config)
+    config = config.model_copy(update={"training": training})
     asked = config.rollout.prompts_asked(config.training.prompts_per_step)
     free = [row.id for row in samples.candidates(conn, config.takes.train, asked)]
     if not free:
@@ -286,10 +288,8 @@ def _spec(
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
             "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
-    if trains and config.training.prompts_per_step > (most := len(tasks.train)):
-        asked = config.training.prompts_per_step
-        log.info("each step asks all %d tasks: training.prompts_per_step is %d", most, asked)
-        config = _of_size(config, most)
+    if trains:
+        config = _of_tasks(config, len(tasks.train))
     # Rollouts are graded as tasks are: with the chain's judge settings.
     own = {
         "judge": judge_settings(config, chain_of(config)),
@@ -311,11 +311,20 @@ def _spec(
     )
 
 
-def _of_size(config: Config, prompts: int) -> Config:
-    """The settings with exactly so many prompts in a step."""
-    training = config.training.model_copy(update={"prompts_per_step": prompts})
+def _of_tasks(config: Config, tasks: int) -> Config:
+    """The settings for so many tasks. If a stage has more prompts in a step than these, no step asks a surplus."""
+    asked = max(each.prompts_per_step for each in (config.training, *config.training.of_grpo))
+    config = config.model_copy(update={"training": config.training.fitted(tasks)})
+    if asked <= tasks:
+        return config
+    log.info("a step asks all %d tasks: training.prompts_per_step is %d", tasks, asked)
+    return _without_surplus(config)
+
+
+def _without_surplus(config: Config) -> Config:
+    """The settings with exactly `training.prompts_per_step` prompts in a step."""
     rollout = config.rollout.model_copy(update={"oversample": 1.0})
-    return config.model_copy(update={"training": training, "rollout": rollout})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _frozen(conn: Connection, config: Config) -> list[FrozenTarget]:

@@ -43,7 +43,7 @@ CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage."""
 VERSION: Final = "version"
 FORMAT: Final = "format of the files"
-FORMAT_NUMBER: Final = 2
+FORMAT_NUMBER: Final = 3
 """Of the files that a further worker goes on with; it is 1 where `identity.json` has none. A change of them that an
 earlier worker's files do not have counts it up."""
 REWARD_FILE = "reward.json"

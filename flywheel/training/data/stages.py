@@ -65,8 +65,9 @@ class Training:
 
     @property
     def reason(self) -> str:
-        """Why there is no adapter, or why the stage that can end early, GRPO, did so."""
-        return self.refusal or "".join(each.reason for each in self.stages if each.outcome == "trained")
+        """Why there is no adapter, or why stages that can end early, those of GRPO, did so."""
+        ended = [each.reason for each in self.stages if each.outcome == "trained" and each.reason]
+        return self.refusal or "; ".join(ended)
 
     def count(self, batch: RolloutBatch) -> None:
         """Count what the rollouts of a step took."""
@@ -74,10 +75,13 @@ class Training:
         self.system_prompts.update(batch.system_prompts)
 
     def rolled_out(self, settings: TrainingSettings, steps: int, first: float | None, last: float | None) -> None:
-        """A stage with these settings has had rollouts for so many steps, with these mean rewards."""
+        """A stage with these settings has had rollouts for so many steps, with these mean rewards. Of several stages,
+        the first one has the first reward, and the last one that has any the last."""
         self.steps += steps
+        self.rollout_steps += steps
         self.prompts_per_step, self.group_size = settings.prompts_per_step, settings.group_size
-        self.rollout_steps, self.reward_first, self.reward_last = steps, first, last
+        self.reward_first = first if self.reward_first is None else self.reward_first
+        self.reward_last = self.reward_last if last is None else last
 
     def end_stage(self, stage: str, tasks: int, steps: int, reason: str, adapter: AdapterRef | None) -> None:
         """The stage of this name, on so many tasks, has ended after so many steps, with an adapter or without."""
@@ -113,15 +117,14 @@ class Training:
         }
 
     def sampling(self, settings: Config) -> Sampling:
-        """How the rollouts were sampled. A stage that an earlier version ended has noted no numbers: it had those of
-        the settings."""
+        """How the rollouts were sampled."""
         found = self.system_prompts
         most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
         return Sampling(
             temperature=settings.rollout.temperature,
             steps=self.rollout_steps,
-            prompts=settings.rollout.prompts_asked(self.prompts_per_step or settings.training.prompts_per_step),
-            group_size=self.group_size or settings.training.group_size,
+            prompts=settings.rollout.prompts_asked(self.prompts_per_step),
+            group_size=self.group_size,
             system_prompts=[
                 SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
             ],

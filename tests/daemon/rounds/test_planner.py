@@ -117,6 +117,17 @@ async def test_a_step_has_at_most_the_tasks_that_there_are(tmp_path: Path, store
         assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
 
 
+async def test_a_step_of_a_stage_with_its_own_settings_has_at_most_the_tasks_that_there_are(
+    tmp_path: Path, store: Store
+) -> None:
+    await store.write(judged, 9, 1)
+    stages = [{"grpo": {"prompts_per_step": 240}}, {"grpo": {"prompts_per_step": 3}}, "grpo"]
+    config = round_config(tmp_path, training={"stages": stages, "prompts_per_step": 8, "group_size": 4})
+    settings = Config.model_validate((await planned_round(store, config)).settings)
+    assert [each.prompts_per_step for each in settings.training.of_grpo] == [9, 3, 8]
+    assert settings.training.stages[1:] == config.training.stages[1:]
+
+
 @for_each(
     ("oversample", "prompts", "expected"),
     [(1.0, 8, 8), (1.1, 10, 11), (1.1, 8, 9), (1.5, 3, 5), (8.0, 2, 16)],

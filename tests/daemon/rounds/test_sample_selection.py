@@ -342,7 +342,8 @@ def test_a_round_takes_what_its_stages_use(make: Make, stages: list[Any], most: 
 
 
 async def test_a_debug_round_is_one_of_the_first_stage_of_grpo(store: Store, make: Make) -> None:
-    config = small(make, stages=["sft", {"grpo": {"prompts_per_step": 3, "group_size": 5, "steps": 7}}, "grpo"])
+    first = {"prompts_per_step": 3, "group_size": 5, "steps": 7, "warmup_steps": 4}
+    config = small(make, stages=["sft", {"grpo": first}, {"grpo": {"steps": 3}}])
     await store.write(put_judged, *replies_on(Split.TRAIN, 20))
     spec = await debug_round(store, config)
     training = Config.model_validate(spec.settings).training

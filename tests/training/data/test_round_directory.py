@@ -227,13 +227,13 @@ def test_a_worker_of_another_version_goes_on_and_is_known_by_its_version(
     assert (version_of(tmp_path), (tmp_path / "rollouts").exists()) == (__version__, True)
 
 
-@pytest.mark.parametrize("number", [None, 1, 3])
+@pytest.mark.parametrize("number", [None, 1, 2, 4])
 def test_an_unfinished_round_whose_files_have_another_format_starts_over_and_says_so(
     tmp_path: Path, number: int | None
 ) -> None:
     go_on(tmp_path, round_spec())
     identity = json.loads((tmp_path / "identity.json").read_bytes())
-    assert (has_format(tmp_path), identity.pop(FORMAT)) == (True, 2)
+    assert (has_format(tmp_path), identity.pop(FORMAT)) == (True, 3)
     left_by_a_worker(tmp_path)
     for name in OF_FORMAT_1:
         (tmp_path / name).write_text("left")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from flywheel.config.file import Config, parse
 from flywheel.config.training import PlannedStage, TrainingSettings
 from flywheel.errors import ConfigError
-from flywheel.records.round import RoundTask
-from flywheel.training.data.stages import TRAINED_FILE, ended_stages, stage_adapter, tasks_by_stage, why_unused
+from flywheel.records.round import AdapterRef, RoundTask
+from flywheel.training.data.stages import Training, tasks_by_stage, why_unused
 from tests.factories.task import round_task
 
 REPLY = ({"role": "assistant", "content": "3"},)
@@ -114,16 +113,6 @@ def test_a_task_without_a_stage_has_the_reason() -> None:
     assert why_unused(unheard, planned("sft", {"grpo": {"samples": 1}})) == full, "GRPO needs no reply"
 
 
-def test_a_stage_that_an_earlier_version_ended_had_the_numbers_of_the_settings(tmp_path: Path) -> None:
-    [stage] = planned("grpo")
-    folder = stage_adapter(tmp_path, stage).parent
-    folder.mkdir(parents=True)
-    ended = {"adapter": None, "stages": [], "steps": 5, "rollout_steps": 5, "reward_first": 0.25, "reward_last": 0.5}
-    (folder / TRAINED_FILE).write_text(json.dumps(ended))
-    found = ended_stages(None, [stage], tmp_path).sampling(Config())
-    assert (found.steps, found.prompts, found.group_size) == (5, 8, 8)
-
-
 def test_settings_of_a_stage_replace_the_defaults_of_its_kind(tmp_path: Path) -> None:
     own = {"steps": 5, "beta": 0.1}
     stages = [WARM_UP, "dpo", "sft", {"grpo": own}, {"dpo": {"epochs": 2}}, {"grpo": {}}]
@@ -162,6 +151,10 @@ def test_settings_of_a_stage_replace_the_defaults_of_its_kind(tmp_path: Path) ->
             "stages: grpo 2: warmup_steps 5 is not below steps 3",
         ),
         (
+            {"training": {"stages": [WARM_UP], "coreset": {"size": 50, "strategy": "loss_topk"}}},
+            "coreset: strategy loss_topk: the stage takes its size, not samples 3: remove these",
+        ),
+        (
             {"training": {"stages": [{"dpo": {"loss_type": "hinge"}}], "dpo": {"label_smoothing": 0.1}}},
             "only the loss sigmoid has it, and loss_type is hinge",
         ),
@@ -194,3 +187,16 @@ def test_a_teacher_is_another_model_that_is_not_excluded(tmp_path: Path) -> None
     assert config.models_of(source).trains("gpt-4o", "")
     assert not config.models_of(source).trains("gpt-3.5", "")
     assert not Config().is_teacher("gpt-4o", "")
+
+
+def test_what_two_stages_of_grpo_ended_with_is_that_of_both(tmp_path: Path) -> None:
+    made, [one, two] = Training(None), planned({"grpo": {"prompts_per_step": 3}}, "grpo")
+    made.rolled_out(one.training, 10, 0.2, 0.5)
+    made.rolled_out(two.training, 4, 0.6, 0.7)
+    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (14, 14, 0.2, 0.7)
+    made.rolled_out(two.training, 1, None, None)
+    assert (made.rollout_steps, made.reward_first, made.reward_last) == (15, 0.2, 0.7), "without a reward"
+    adapter = AdapterRef(name="a", path=str(tmp_path), sha256="")
+    for number, reason in enumerate(("nothing to train", "", "all are equal"), 1):
+        made.end_stage(f"grpo {number}", 4, 5, reason, adapter)
+    assert made.reason == "nothing to train; all are equal"

@@ -275,7 +275,7 @@ def test_an_engine_never_gets_the_number_of_an_adapter_twice(tmp_path: Path, ove
         *((step, "grpo 1", 2 * 5) for step in (1, 2, 3)),
         *((step, "grpo 2", 2 * 4) for step in (4, 5)),
     ]
-    assert (whole.training.steps, whole.training.rollout_steps, whole.training.group_size) == (5, 2, 4)
+    assert (whole.training.steps, whole.training.rollout_steps, whole.training.group_size) == (5, 5, 4)
 
 
 def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tmp_path: Path) -> None:
