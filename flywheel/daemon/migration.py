@@ -10,7 +10,7 @@ import os
 import pprint
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from flywheel.config import agentjet
 from flywheel.config.file import Config, parse
 from flywheel.config.foreign import Row, fit_engines, variable_of
 from flywheel.config.interpolation import values_of
+from flywheel.config.sage import SAGE
 from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
 from flywheel.config.translation import Translation, translate
 from flywheel.config.trinity import EPOCHS, TRINITY
@@ -127,23 +128,56 @@ def migrated(file: Path, folder: Path) -> Migration:
 def _of_python(file: Path, attempted: str) -> dict[str, Any]:
     """The options in the calls of SAGE's classes in a Python file, as a YAML file has them. Raises ConfigError."""
     try:
-        nodes = [node for node in ast.walk(ast.parse(read_given(file))) if isinstance(node, ast.Call)]
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(attempted, f"it cannot be read: {error}", "Name a file in Python or YAML.") from None
-    made, calls = dict[str, Any](), [(name, each) for each in nodes if (name := _class_of(each)) in CLASSES]
+        nodes = [*ast.walk(ast.parse(read_given(file)))]
+        calls = [
+            (name, node) for node in nodes if isinstance(node, ast.Call) and (name := _class_of(node)) in CLASSES
+        ]
+        found = [
+            (f"{CLASSES[name]}{option.arg or '**'}", _value_of(option.value))
+            for name, call in calls
+            for option in call.keywords
+            if not (isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES)
+        ]
+        changes = [each for each in nodes if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+        changed = next((each for each in changes if _changes_option(each, {name for name, _ in calls})), None)
+        text = ast.unparse(changed) if changed else ""
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = f"it cannot be read: {str(error) or 'it is nested too deep'}"
+        raise ConfigError(attempted, why, "Name a file in Python or YAML.") from None
     if len({name for name, _ in calls}) != len(calls) or any(each.args for _, each in calls) or not calls:
         why = f"it has no calls of {', '.join(CLASSES)}, two of one, or options without their names"
         raise ConfigError(attempted, why, "Leave one call of each, with KEY=VALUE for each option.")
-    for name, call in calls:
-        for option in call.keywords:
-            if isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES:
-                continue
-            try:
-                value = ast.literal_eval(option.value)
-            except ValueError:
-                value = Expression(ast.unparse(option.value))
-            put(made, f"{CLASSES[name]}{option.arg or '**'}", value)
+    if changed is not None:
+        why = f"line {changed.lineno}: `{text}` changes an option after its call, and Python files are not run"
+        raise ConfigError(attempted, why, "Write the value into the call, and remove the line.")
+    made = dict[str, Any]()
+    for key, value in found:
+        put(made, key, value)
     return made
+
+
+def _value_of(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return Expression(ast.unparse(node))
+
+
+def _changes_option(node: ast.Assign | ast.AugAssign | ast.AnnAssign, classes: Set[str]) -> bool:
+    """Whether an assignment is to an attribute, or an item of one, that has the name of an option of these classes.
+    Attributes of `self` are those of a class of the file."""
+    options = {
+        key.removeprefix(above).partition(".")[0]
+        for above in (CLASSES[name] for name in classes)
+        for key in SAGE.names
+        if key.startswith(above) and (above or "." not in key)
+    }
+    for each in ast.walk(node):
+        target = each.value if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store) else each
+        is_set = target is not each or isinstance(getattr(each, "ctx", None), ast.Store)
+        if is_set and isinstance(target, ast.Attribute) and target.attr in options:
+            return ast.unparse(target.value) != "self"
+    return False
 
 
 def _class_of(call: ast.Call) -> str:

@@ -314,12 +314,41 @@ def test_a_python_file_is_parsed_and_never_run(flywheel: Run, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["x = 1", "AgentSFTConfig('m')", "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)", "def (", "\0"],
+    [
+        "x = 1",
+        "AgentSFTConfig('m')",
+        "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)",
+        "def (",
+        "\0",
+        f"x = {'-' * 100_000}1",
+        f"x = a{'.a' * 100_000}()",
+    ],
 )
 def test_a_python_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(text)
     with pytest.raises(ConfigError, match=r"cannot migrate .*a\.py: it "):
         migrated(tmp_path / "a.py", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", ["c.num_epochs = 7", "c.num_epochs += 4", "c.num_epochs: int = 7", "c.tags[0] = 7"]
+)
+def test_an_option_that_changes_after_its_call_is_refused(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    text = "c = AgentSFTConfig(base_model='m', num_epochs=3, lora_target_modules=['q'])\n"
+    change = change.replace("tags", "lora_target_modules")
+    file.write_text(text + change)
+    with pytest.raises(ConfigError) as refused:
+        migrated(file, tmp_path)
+    assert f"line 2: `{change}` changes an option after its call" in str(refused.value)
+    file.write_text(text + "c.mine = 7\nself.num_epochs = 7\n")
+    assert migrated(file, tmp_path).config is not None
+
+
+def test_a_value_that_no_python_could_make_is_an_expression(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("AgentSFTConfig(base_model='m', task_weights={[1]: 2})")
+    (row,) = [row for row in migrated(tmp_path / "a.py", tmp_path).rows if row.outcome == "refused"]
+    assert "{[1]: 2}" in row.why
 
 
 def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
