@@ -49,7 +49,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
-from flywheel.config.translation import TUNER, translate
+from flywheel.config.translation import TUNER, Translation, translate
 from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
@@ -394,12 +394,13 @@ def parse(
     file: Path | None = None,
     document: YamlDocument | None = None,
     given: Sequence[str] = (),
+    found: Translation | None = None,
 ) -> Config:
     """Check a parsed configuration. Relative paths are relative to `folder`, or to the project root of a file of
     AgentJet's. Raises ConfigError.
 
     With the `document` that `raw` is from, what is wrong is named with its line. Settings that are `given` as
-    KEY=VALUE take the place of those in `raw`.
+    KEY=VALUE take the place of those in `raw`. What becomes of `raw` is `found`, if it is known and said already.
     """
     attempted, settings = f"use configuration {name}", [GivenSetting.of(text) for text in given]
     if not isinstance(raw, dict):
@@ -416,11 +417,13 @@ def parse(
     if settings:
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
-    attempted, found = f"use configuration {name}", translate(whole, file)
+    attempted, is_said = f"use configuration {name}", found is not None
+    found = found or translate(whole, file)
     # A setting of Trinity-RFT's makes no file of its own.
     rows = found.rows if found.program != TUNER else ()
     keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
-    found.check(attempted, str(file or name))
+    if not is_said:
+        found.check(attempted, str(file or name))
     # Translated keys have other names and positions in the file.
     document = None if found.rows else document
     try:

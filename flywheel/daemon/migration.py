@@ -19,7 +19,7 @@ import yaml
 
 from flywheel.config import agentjet
 from flywheel.config.file import Config, parse
-from flywheel.config.foreign import Row, fit_engines, variable_of
+from flywheel.config.foreign import Row, variable_of
 from flywheel.config.interpolation import values_of
 from flywheel.config.sage import SAGE
 from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
@@ -103,19 +103,19 @@ def migrated(file: Path, folder: Path) -> Migration:
     else:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
-    if not isinstance(raw, Mapping) or not (found := translate(raw, file)).program:
+    if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
     rows = [_known(row) for row in found.rows]
     refused = [row for row in rows if row.outcome == "refused"]
     if is_unfinished := [(row.use, row.value) for row in refused] == [("model.base", None)]:
         raw = merged(raw, {"model": {"base": TO_FILL_IN}})
-        found = translate(raw, file)
+        found = translate(raw, file, fits=False)
     if refused and not is_unfinished:
         return Migration(found.program, rows, None, {})
     if found.page == TRINITY.page:
         return Migration(found.program, rows, None, {SCRIPT: _script(found)})
-    config = parse(raw, str(file), file.parent, file=file, document=document)
+    config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
     parts, more = _filters(raw, config, folder)
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
@@ -185,7 +185,10 @@ def _class_of(call: ast.Call) -> str:
 
 
 def _known(row: Row) -> Row:
-    """The row; refused where Flywheel would need a value that it does not know."""
+    """The row; refused where Flywheel would need a value that it does not know. What is written is not fitted to the
+    machine where it is written, and the row says so."""
+    if row.sets and row.use in ("rollout.engines", "rollout.tensor_parallel") and row.made != 1:
+        return row._replace(why="it is written as it is, also if this machine has fewer GPUs")
     if not row.sets or not isinstance(row.value, Expression):
         return row
     why = f"`{row.place}` is {row.value}, and Python files are not run"
@@ -267,7 +270,6 @@ def _script(found: Translation) -> str:
     """The program of a file of Trinity-RFT. Its relative paths start at the working directory, and are absolute
     here."""
     made = merged({"train_dataset": {"total_epochs": EPOCHS}}, found.settings)
-    fit_engines(made.setdefault("rollout", {}), found.rows, SCRIPT)
     for place, value in leaves(made):
         if place.endswith((".path", ".base")) and os.path.exists(str(value)):  # noqa: PTH110 - False for other names
             made = GivenSetting(place, str(Path(value).absolute())).put_into(made)

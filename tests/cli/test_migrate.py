@@ -371,6 +371,7 @@ def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
         "monitor": {"monitor_args": {"api_key": "hidden-by-all-means"}},
     }
     monkeypatch.setenv("A_MODEL", "org/model")
+    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: 8)
     file = write_yaml(tmp_path / "trinity.yaml", raw)
     ran = flywheel("migrate", file, "--output", "made")
     assert ran.code == 0, ran.out + ran.err
@@ -415,3 +416,31 @@ def test_flywheels_own_file_is_refused(flywheel: Run, tmp_path: Path) -> None:
     ran = flywheel("migrate", "own.yaml")
     assert (ran.code, "no key of AgentJet" in ran.err) == (78, True)
     assert json.loads(flywheel("migrate", "own.yaml", "--json").out).keys() == {"error"}
+
+
+def test_what_the_file_asks_of_engines_is_written_whatever_this_machine_has(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: 1)
+    of_trinity = {
+        "model": {"model_path": "m"},
+        "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_num": 4}},
+    }
+    for name, raw in (("flywheel.yaml", of_agentjet(rollout={"n_vllm_engine": 4})), ("tune.py", of_trinity)):
+        write_yaml(tmp_path / "a.yaml", raw)
+        ran = flywheel("migrate", "a.yaml", "--output", name.partition(".")[0])
+        assert (ran.code, ran.err) == (0, ""), ran.out
+        assert "also if this machine has fewer GPUs" in ran.out
+        text = (tmp_path / name.partition(".")[0] / name).read_text()
+        assert "engines: 4 # ajet.rollout.n_vllm_engine" in text or "'engines': 4" in text
+    write_yaml(tmp_path / "a.yaml", of_agentjet(rollout={"n_vllm_engine": 4}))
+    assert load(tmp_path / "a.yaml").rollout.engines == 1
+    assert load(tmp_path / "flywheel" / "flywheel.yaml").rollout.engines == 4
+
+
+def test_what_has_no_effect_is_in_the_table_alone(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(trainer_common={"total_epochs": 9}))
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert ("ajet.trainer_common.total_epochs" in ran.out, ran.err) == (True, "")
+    assert "without effect: ajet.trainer_common.total_epochs" in flywheel("config", "show", "-c", "a.yaml").err
