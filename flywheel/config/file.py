@@ -21,7 +21,7 @@ from flywheel.config import agentjet
 from flywheel.config.agentjet import AGENTJET, MARKERS, SECTION, ProjectRoot
 from flywheel.config.deploy import DeploySettings
 from flywheel.config.export import ExportSettings
-from flywheel.config.foreign import Row
+from flywheel.config.foreign import Row, with_names
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -430,7 +430,8 @@ def parse(
         start = found.project.folder if found.project is not None else folder.absolute()
         config = Config.model_validate(_with_dataset_paths(found.settings_in(file)), context=start)
     except ValidationError as error:
-        why = explain(error, Config, document, elsewhere=keys)
+        places = {numbered(use): row.place for use, row in _origins(found.rows, whole).items() if row.place}
+        why = with_names(explain(error, Config, document, elsewhere=keys), places)
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(attempted, why, hint) from None
     config._file, config._project, config._given = file, found.project, frozenset(keys)
@@ -467,6 +468,11 @@ def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
         and not has(whole, row.use)
         and not (row.place and row.use.startswith("sources.") and "sources" in whole)
     }
+
+
+def numbered(key: str) -> str:
+    """Flywheel's key of a row, with the number that the only source of another program's file has."""
+    return re.sub(r"^sources\.(?!\d)", "sources.0.", key)
 
 
 def _own_keys(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import pprint
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, Final
 import yaml
 
 from flywheel.config import agentjet
-from flywheel.config.file import Config, parse
+from flywheel.config.file import Config, numbered, parse
 from flywheel.config.foreign import Row, variable_of
 from flywheel.config.interpolation import values_of
 from flywheel.config.sage import SAGE
@@ -115,7 +114,12 @@ def migrated(file: Path, folder: Path) -> Migration:
         return Migration(found.program, rows, None, {})
     if found.page == TRINITY.page:
         return Migration(found.program, rows, None, {SCRIPT: _script(found)})
-    config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
+    try:
+        config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
+    except ConfigError as error:
+        if (wrong := [_with_error(row, error) for row in rows]) == rows:
+            raise
+        return Migration(found.program, wrong, None, {})
     parts, more = _filters(raw, config, folder)
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
@@ -193,6 +197,14 @@ def _known(row: Row) -> Row:
         return row
     why = f"`{row.place}` is {row.value}, and Python files are not run"
     return row._replace(outcome="refused", made=None, why=why, hint="Write its value.")
+
+
+def _with_error(row: Row, error: ConfigError) -> Row:
+    """The row; refused where the settings are wrong by its value."""
+    problem = next((each for each in error.why.split("; ") if f"`{row.place}`" in each), "")
+    if not (row.place and row.sets and problem):
+        return row
+    return row._replace(outcome="refused", made=None, why=problem, hint="Correct it.")
 
 
 def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder: Path) -> Iterator[tuple[str, str]]:
@@ -282,7 +294,7 @@ def _yaml(content: Any, notes: Mapping[str, str] | None = None) -> str:
     document, lines = YamlDocument(text), text.splitlines()
     places = [place for place, _ in leaves(content)]
     for key, note in (notes or {}).items():
-        path = re.sub(r"^sources\.(?!\d)", "sources.0.", key)
+        path = numbered(key)
         if any(f"{place}.".startswith(f"{path}.") for place in places):
             at = document.position([int(part) if part.isdecimal() else part for part in path.split(".")], key=True)
             lines[at.line - 1] += f" # {note}"

@@ -444,3 +444,42 @@ def test_what_has_no_effect_is_in_the_table_alone(flywheel: Run, tmp_path: Path)
     ran = flywheel("migrate", "a.yaml", "--output", "made")
     assert ("ajet.trainer_common.total_epochs" in ran.out, ran.err) == (True, "")
     assert "without effect: ajet.trainer_common.total_epochs" in flywheel("config", "show", "-c", "a.yaml").err
+
+
+@pytest.mark.parametrize(
+    ("raw", "place", "ours"),
+    [
+        ({"sft_config": {"num_epochs": "many", "base_model": "m"}}, "sft_config.num_epochs", "training.sft.epochs"),
+        (of_agentjet(rollout={"num_repeat": "many"}), "ajet.rollout.num_repeat", "training.group_size"),
+        (of_agentjet(model=["m"]), "ajet.model.path", "model.base"),
+        (
+            {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": 3}}},
+            "ajet.feedback_tracing.base_url",
+            "sources.0.path",
+        ),
+    ],
+)
+def test_a_wrong_value_has_the_name_that_the_file_gives_it(
+    raw: Any, place: str, ours: str, flywheel: Run, tmp_path: Path
+) -> None:
+    write_yaml(tmp_path / "a.yaml", raw)
+    ran = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+    assert (ran.code, (tmp_path / "made").exists()) == (1, False)
+    (row,) = [row for row in ran.json["rows"] if row["outcome"] == "refused"]
+    assert (row["place"], f"`{place}`" in row["why"], ours in row["why"]) == (place, True, False)
+    ran = flywheel("config", "show", "-c", "a.yaml")
+    assert (ran.code, f"`{place}`" in ran.err, ours in ran.err) == (78, True, False)
+
+
+def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
+    flywheel: Run, tmp_path: Path
+) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(rollout={"num_repeat": "many", "temperature": -1}))
+    rows = flywheel("migrate", "a.yaml", "--json").json["rows"]
+    assert [(row["place"], row["why"].count("`ajet.")) for row in rows if row["outcome"] == "refused"] == [
+        ("ajet.rollout.num_repeat", 1),
+        ("ajet.rollout.temperature", 1),
+    ]
+    write_yaml(tmp_path / "a.yaml", of_agentjet() | {"training": {"steps": "many"}})
+    ran = flywheel("migrate", "a.yaml")
+    assert (ran.code, "`training.steps`" in ran.err) == (78, True)
