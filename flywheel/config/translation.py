@@ -58,7 +58,8 @@ def translate(raw: Mapping[str, Any], file: Path | None, *, fits: bool = True) -
     engines are as few as this machine has GPUs for."""
     if is_trinitys(raw):
         rows, own = trinity.rows_of(raw)
-        return Translation(TUNER, TRINITY.page, [*map(without_keys, rows)], merged(settings_in(rows), own))
+        settings = merged(settings_in(rows), own)
+        return Translation(TUNER, TRINITY.page, [*map(without_keys, rows), *trinity.missing(settings)], settings)
     is_sages = MARKERS.isdisjoint(map(str, raw))
     of_sage, own = sage.rows_of(raw, alone=is_sages)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}

@@ -84,7 +84,7 @@ class Migration:
         rows: What becomes of each key, and what the program assumes.
         config: The settings in effect, as `-c FILE` has them; None where a row is refused, and for Trinity-RFT.
         files: Texts for `write`, by names in the folder. There are none where a row is refused, unless that is a
-            model that is missing, whose line is to be filled in.
+            model, or the tasks of a program, that is missing, whose line is to be filled in.
     """
 
     program: str
@@ -107,13 +107,15 @@ def migrated(file: Path, folder: Path) -> Migration:
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
     rows = [_known(row) for row in found.rows]
     refused = [row for row in rows if row.outcome == "refused"]
+    if found.page == TRINITY.page:
+        missing = [row.use for row in refused if row.value is None]
+        files = {SCRIPT: _script(found, missing)} if len(missing) == len(refused) else {}
+        return Migration(found.program, rows, None, files)
     if is_unfinished := [(row.use, row.value) for row in refused] == [("model.base", None)]:
         raw = merged(raw, {"model": {"base": TO_FILL_IN}})
         found = translate(raw, file, fits=False)
     if refused and not is_unfinished:
         return Migration(found.program, rows, None, {})
-    if found.page == TRINITY.page:
-        return Migration(found.program, rows, None, {SCRIPT: _script(found)})
     try:
         config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
     except ConfigError as error:
@@ -278,14 +280,18 @@ def _from(path: str, folder: Path | None) -> str:
     return relative if relative.startswith(".") else f"./{relative}"
 
 
-def _script(found: Translation) -> str:
-    """The program of a file of Trinity-RFT. Its relative paths start at the working directory, and are absolute
-    here."""
+def _script(found: Translation, missing: Sequence[str]) -> str:
+    """The program of a file of Trinity-RFT, with a line for each setting that is `missing`. Its relative paths start
+    at the working directory, and are absolute here."""
     made = merged({"train_dataset": {"total_epochs": EPOCHS}}, found.settings)
     for place, value in leaves(made):
         if place.endswith((".path", ".base")) and os.path.exists(str(value)):  # noqa: PTH110 - False for other names
             made = GivenSetting(place, str(Path(value).absolute())).put_into(made)
-    return PROGRAM.replace("{}", pprint.pformat(made, width=100, sort_dicts=False), 1)
+    lines = list[str]()
+    for section, _, key in (each.partition(".") for each in missing):
+        made.setdefault(section, {})
+        lines.append(f'\nSETTINGS["{section}"]["{key}"] = None  # FILL IN')
+    return PROGRAM.replace("{}", pprint.pformat(made, width=100, sort_dicts=False) + "".join(lines), 1)
 
 
 def _yaml(content: Any, notes: Mapping[str, str] | None = None) -> str:

@@ -483,3 +483,23 @@ def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
     write_yaml(tmp_path / "a.yaml", of_agentjet() | {"training": {"steps": "many"}})
     ran = flywheel("migrate", "a.yaml")
     assert (ran.code, "`training.steps`" in ran.err) == (78, True)
+
+
+def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "buffer": {"batch_size": 2}})
+    ran = flywheel("migrate", "t.yaml", "--output", "made")
+    assert ran.code == 1, ran.out
+    assert "`model.model_path` is missing: nothing says which model is trained. Add it." in ran.out
+    assert "`buffer.explorer_input.taskset.path` is missing: nothing says where the tasks are. Add it." in ran.out
+    assert "Fill in model.base in made/tune.py." in ran.out
+    text = (tmp_path / "made" / "tune.py").read_text()
+    assert 'SETTINGS["model"]["base"] = None  # FILL IN' in text
+    names: dict[str, Any] = {"__name__": "of_a_test"}
+    for value in ("m", "t.jsonl"):
+        text = text.replace("= None  # FILL IN", f"= {value!r}  #", 1)
+    exec(text, names)  # noqa: S102
+    made = round_of({"workflow_func": "f.py:run", "config": names["SETTINGS"]}, tmp_path, Path("/usr/bin/python3"))
+    assert (made.settings.model.base, made.train["path"]) == ("m", "t.jsonl")
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "mode": "train"})
+    ran = flywheel("migrate", "t.yaml", "--output", "other")
+    assert (ran.code, (tmp_path / "other").exists()) == (1, False)
