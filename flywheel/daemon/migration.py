@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import pprint
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from flywheel.errors import ConfigError, ExportError
 from flywheel.judge.filters.chain import entries_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE, LlmEvaluate
 from flywheel.judge.filters.python_filter import PythonFile
-from flywheel.secrets import without_secrets
+from flywheel.secrets import REDACTED, masked, without_secrets
 from flywheel.system.files import read_given, write_atomic
 from flywheel.system.yaml_file import YamlDocument, read_yaml
 
@@ -44,6 +45,9 @@ CLASSES: Final[Mapping[str, str]] = {
     "TrainingPipelineConfig": "",
 }
 """SAGE's classes of options, and where a YAML file has these."""
+WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
+"""A setting that may be a secret: whoever knows the address can send to it."""
+VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*(\w+)")
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
 PROGRAM: Final = '''"""A round of a Trinity-RFT file: `python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]`."""
@@ -105,7 +109,11 @@ def migrated(file: Path, folder: Path) -> Migration:
     if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
-    rows = [_known(row) for row in found.rows]
+    written = None if document is None else document.value
+    places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
+    secret = {row.place: row for row in _secrets(found.settings, written, places)}
+    rows = [_as_written(_known(row), written) for row in found.rows if row.place not in secret]
+    rows += secret.values()
     refused = [row for row in rows if row.outcome == "refused"]
     if found.page == TRINITY.page:
         missing = [row.use for row in refused if row.value is None]
@@ -122,7 +130,9 @@ def migrated(file: Path, folder: Path) -> Migration:
         if (wrong := [_with_error(row, error) for row in rows]) == rows:
             raise
         return Migration(found.program, wrong, None, {})
-    parts, more = _filters(raw, config, folder)
+    parts, more = _filters(raw, written, config, folder)
+    if any(row.outcome == "refused" for row in more):
+        return Migration(found.program, [*rows, *more], None, {})
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
         row._replace(outcome="replaced by", made=CHAIN) if row.use == "filter.chain" and parts else row
@@ -209,6 +219,47 @@ def _with_error(row: Row, error: ConfigError) -> Row:
     return row._replace(outcome="refused", made=None, why=problem, hint="Correct it.")
 
 
+def _at(written: Any, place: str) -> Any:
+    """What a file has at a path or, where that is an interpolation, above it; None if it has nothing."""
+    for part in place.split("."):
+        if isinstance(written, str):
+            break
+        if isinstance(written, list):
+            written = written[int(part)] if part.isdecimal() and int(part) < len(written) else None
+        else:
+            written = written.get(part) if isinstance(written, Mapping) else None
+    return written
+
+
+def _as_written(row: Row, written: Any) -> Row:
+    """The row; that of a key that sets nothing has no value that a variable fills in, but its name."""
+    value = without_secrets(_at(written, row.place), row.place.rpartition(".")[2])
+    return row if row.sets or value is None or "${" not in str(value) else row._replace(value=value)
+
+
+def _secrets(settings: Any, written: Any, places: Mapping[str, str], above: str = "") -> Iterator[Row]:
+    """Refused rows for settings that are or have a key or a password, whose `places` in the file are not the same. A
+    variable of such a value is named in the row."""
+    for key, value in settings.items() if isinstance(settings, Mapping) else enumerate(settings):
+        if (path := f"{above}{key}") == "rollout.agent.config":
+            # A workflow gets None for them in any case.
+            continue
+        is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+        if isinstance(value, Mapping) or is_list:
+            yield from _secrets(value, written, places, f"{path}.")
+            continue
+        place = places.get(path, path)
+        raw = str(_at(written, place))
+        is_webhook = WEBHOOK.fullmatch(path) is not None
+        is_secret = without_secrets(value, str(key)) != value or masked(value) != value
+        if isinstance(value, str | list) and (is_secret or (is_webhook and "${" in raw)):
+            names = ", ".join(f"${name}" for name in VARIABLE.findall(raw))
+            why = f"`{place}` has a key or a password, and such are not written"
+            key_of_name = "`url_env`" if is_webhook else "a key that ends in `_env`"
+            hint = f"Remove it, and name its variable in {key_of_name}."
+            yield Row(place, names or REDACTED, "refused", why=why, hint=hint)
+
+
 def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder: Path) -> Iterator[tuple[str, str]]:
     """The files: rubric and chain, which are `parts`, and last that of the settings."""
     settings, here = dict(found.settings_in(config.file)), config.model_dump(mode="json")
@@ -229,9 +280,9 @@ def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder:
     yield SETTINGS, _yaml(settings, notes)
 
 
-def _filters(raw: Mapping[str, Any], config: Config, folder: Path) -> tuple[dict[str, Any], list[Row]]:
+def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path) -> tuple[dict[str, Any], list[Row]]:
     """The chain of AgentJet's file and the rubric that is in it, by the names of their files, and the rows of what
-    is in the filters."""
+    is in the filters. The file has `written`, before it was resolved."""
     if config.project is None or config.filter.chain != config.file:
         return {}, []
     parts, rows, chain = dict[str, Any](), list[Row](), agentjet.filters_in(raw)
@@ -239,7 +290,8 @@ def _filters(raw: Mapping[str, Any], config: Config, folder: Path) -> tuple[dict
     for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries_of(config), strict=True)):
         place, params = f"{section}.filters.{at}.params", given.get("params", {})
         key = params.get("api_key")
-        params = {name: value for name, value in without_secrets(params).items() if value is not None}
+        params = {name: value for name, value in params.items() if name != "api_key" and value is not None}
+        rows += _secrets(params, written, {}, f"{place}.")
         if isinstance(read, PythonFile):
             path = config.project.folder / Path(read.path).expanduser()
             params["path"] = _from(str(path), (folder / CHAIN).parent)

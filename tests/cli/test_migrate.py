@@ -497,9 +497,76 @@ def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_pa
     names: dict[str, Any] = {"__name__": "of_a_test"}
     for value in ("m", "t.jsonl"):
         text = text.replace("= None  # FILL IN", f"= {value!r}  #", 1)
-    exec(text, names)  # noqa: S102
+    exec(text, names)
     made = round_of({"workflow_func": "f.py:run", "config": names["SETTINGS"]}, tmp_path, Path("/usr/bin/python3"))
     assert (made.settings.model.base, made.train["path"]) == ("m", "t.jsonl")
     write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "mode": "train"})
     ran = flywheel("migrate", "t.yaml", "--output", "other")
     assert (ran.code, (tmp_path / "other").exists()) == (1, False)
+
+
+TRACED: dict[str, Any] = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": "a"}}}
+OF_TRINITY: dict[str, Any] = {
+    "model": {"model_path": "m"},
+    "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+}
+HIDDEN = "hidden-by-all-means"
+OF_SAGE: dict[str, Any] = {"sft_config": {"base_model": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("own", "places", "variable"),
+    [
+        ({"judge": {"base_url": "https://bob:${oc.env:PW}@j.example/v1"}}, ["judge.base_url"], "$PW"),
+        ({"judge": {"base_url": f"https://{HIDDEN}@j.example/v1"}}, ["judge.base_url"], ""),
+        ({"notify": [{"on": ["promoted"], "url": "${oc.env:HOOK}"}]}, ["notify.0.url"], "$HOOK"),
+        ({"notify": "${mine}", "mine": [{"on": ["promoted"], "url": "${oc.env:HOOK}"}]}, ["notify.0.url"], ""),
+        ({"notify": [{"on": ["promoted"], "command": ["a", "--token=" + HIDDEN]}]}, ["notify.0.command"], ""),
+        (
+            {"serving": {"extra_args": ["--api-key", HIDDEN]}, "judge": {"api_key": f"sk-{HIDDEN}"}},
+            ["judge.api_key", "serving.extra_args"],
+            "",
+        ),
+        ({"serving": {"extra_args": ["--api-key", "${oc.env:PW}"]}}, ["serving.extra_args"], "$PW"),
+    ],
+)
+def test_secrets_of_flywheels_own_sections_are_neither_printed_nor_written(
+    own: Any, places: list[str], variable: str, flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PW", HIDDEN)
+    monkeypatch.setenv("HOOK", f"https://hooks.example/{HIDDEN}")
+    # Nothing is filled in in files of SAGE's.
+    for base in (TRACED, OF_TRINITY) if "${" in str(own) else (TRACED, OF_TRINITY, OF_SAGE):
+        write_yaml(tmp_path / "a.yaml", base | own)
+        ran = flywheel("migrate", "a.yaml", "--output", "made")
+        as_json = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+        written = "".join(each.read_text() for each in (tmp_path / "made").rglob("*") if each.is_file())
+        assert HIDDEN not in ran.out + ran.err + as_json.out + as_json.err + written
+        rows = {row["place"]: row for row in as_json.json["rows"] if row["outcome"] == "refused"}
+        assert (ran.code, as_json.code, [*rows], (tmp_path / "made").exists()) == (1, 1, places, False)
+        assert rows[places[0]]["value"] == (variable or "[secret]")
+        assert "_env`" in rows[places[0]]["hint"]
+
+
+@pytest.mark.parametrize("name", ["base_url", "custom_rubrics"])
+def test_secrets_of_filters_are_neither_printed_nor_written(name: str, flywheel: Run, tmp_path: Path) -> None:
+    entry = DEDUPLICATION | {"params": {"model": "e"}} if name == "base_url" else EVALUATE
+    entry = entry | {"params": entry["params"] | {name: f"https://bob:{HIDDEN}@j.example/v1"}}
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[entry]))
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert (ran.code, (tmp_path / "made").exists(), HIDDEN in ran.out + ran.err) == (1, False, False)
+    assert f"filters.0.params.{name}" in ran.out
+
+
+def test_what_a_variable_fills_in_is_written_if_it_is_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "http://127.0.0.1:9/v1")
+    own = {
+        "judge": {"base_url": "${oc.env:WHERE}", "api_key_env": "MINE"},
+        "serving": {"extra_args": ["--seed", "3"]},
+    }
+    write_yaml(tmp_path / "a.yaml", TRACED | own)
+    text = migrated(tmp_path / "a.yaml", tmp_path / "made").files["flywheel.yaml"]
+    assert "base_url: http://127.0.0.1:9/v1" in text
+    assert "api_key_env: MINE" in text
