@@ -26,7 +26,7 @@ from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
 from flywheel.config.translation import Translation, translate
 from flywheel.config.trinity import EPOCHS, TRINITY
 from flywheel.errors import ConfigError, ExportError
-from flywheel.judge.filters.chain import entries_of
+from flywheel.judge.filters.chain import ONCE, entries_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE, LlmEvaluate
 from flywheel.judge.filters.python_filter import PythonFile
 from flywheel.secrets import REDACTED, masked, without_secrets
@@ -289,7 +289,11 @@ def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path)
     section = agentjet.section_in(raw)[0]
     for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries_of(config), strict=True)):
         place, params = f"{section}.filters.{at}.params", given.get("params", {})
-        key = params.get("api_key")
+        key, kind = params.get("api_key"), given["type"]
+        before = [each["type"] for each in chain["filters"][:at] if each.get("enabled", True)]
+        if read is not None and kind in ONCE and kind in before:
+            of = f"{section}.filters.{at}.type"
+            rows.append(Row(of, kind, "refused", why=f"`{of}`: {kind} is there already", hint="Remove one of them."))
         params = {name: value for name, value in params.items() if name != "api_key" and value is not None}
         rows += _secrets(params, written, {}, f"{place}.")
         if isinstance(read, PythonFile):

@@ -505,6 +505,17 @@ def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_pa
     assert (ran.code, (tmp_path / "other").exists()) == (1, False)
 
 
+def test_a_chain_that_cannot_be_read_is_refused(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE, DEDUPLICATION, EVALUATE]))
+    ran = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+    (row,) = [row for row in ran.json["rows"] if row["outcome"] == "refused"]
+    assert (ran.code, (tmp_path / "made").exists()) == (1, False)
+    assert row["place"] == "ajet.task_reader.feedback_tracing.filters.2.type"
+    assert "llm_evaluate is there already" in row["why"]
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE, EVALUATE | {"enabled": False}]))
+    assert flywheel("migrate", "a.yaml", "--output", "made").code == 0
+
+
 TRACED: dict[str, Any] = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": "a"}}}
 OF_TRINITY: dict[str, Any] = {
     "model": {"model_path": "m"},
