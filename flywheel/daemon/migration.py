@@ -270,6 +270,9 @@ def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder:
     if (read := value_at(settings, "rollout.agent.config")) is not None:
         # A workflow gets None for them in any case.
         put(settings, "rollout.agent.config", without_secrets(read))
+    if isinstance(notices := settings.get("notify"), list):
+        # YAML 1.1 takes the key for true.
+        settings["notify"] = [{"on" if key is True else key: each[key] for key in each} for each in notices]
     for name, content in parts.items():
         put(settings, "filter.chain" if name == CHAIN else "filter.rubric", name)
         yield name, _yaml(content)

@@ -516,6 +516,14 @@ def test_a_chain_that_cannot_be_read_is_refused(flywheel: Run, tmp_path: Path) -
     assert flywheel("migrate", "a.yaml", "--output", "made").code == 0
 
 
+def test_the_key_on_of_a_notice_is_no_truth_value(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "sft_config: {base_model: m}\nnotify: [{name: a, on: [promoted], url: 'http://127.0.0.1:9/'}]\n"
+    )
+    text = migrated(tmp_path / "a.yaml", tmp_path / "made").files["flywheel.yaml"]
+    assert ("'on':" in text, "true:" in text) == (True, False)
+
+
 TRACED: dict[str, Any] = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": "a"}}}
 OF_TRINITY: dict[str, Any] = {
     "model": {"model_path": "m"},
