@@ -311,7 +311,9 @@ def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path)
             if config.judge.temperature is None:
                 params.setdefault("temperature", AGENTJET_TEMPERATURE)
         if key:
-            name = variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
+            named = VARIABLE.findall(str(_at(written, f"{place}.api_key")))
+            same = [name for name in named if os.environ.get(name) == key]
+            name = same[0] if same else variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
             params["api_key_env"], why = name, f"files have no keys: ${name} is to have it"
             rows.append(Row(f"{place}.api_key", f"${name}", "replaced by", f"api_key_env in {CHAIN}", name, why))
         chain["filters"][at] = {**given, "params": params}

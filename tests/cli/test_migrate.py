@@ -524,6 +524,14 @@ def test_the_key_on_of_a_notice_is_no_truth_value(tmp_path: Path) -> None:
     assert ("'on':" in text, "true:" in text) == (True, False)
 
 
+def test_the_variable_that_the_file_names_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "A_FIRST_ONE", "K2"):
+        monkeypatch.setenv(name, "the-very-secret-one")
+    entry = {"type": "deduplication", "params": {"model": "e", "base_url": "http://h/v1", "api_key": "${oc.env:K2}"}}
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[entry]))
+    assert "api_key_env: K2" in migrated(tmp_path / "a.yaml", tmp_path / "made").files["filters/agentjet.yaml"]
+
+
 TRACED: dict[str, Any] = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": "a"}}}
 OF_TRINITY: dict[str, Any] = {
     "model": {"model_path": "m"},
