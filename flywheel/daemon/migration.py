@@ -256,7 +256,7 @@ def _secrets(settings: Any, written: Any, places: Mapping[str, str], above: str 
             names = ", ".join(f"${name}" for name in VARIABLE.findall(raw))
             why = f"`{place}` has a key or a password, and such are not written"
             key_of_name = "`url_env`" if is_webhook else "a key that ends in `_env`"
-            hint = f"Remove it, and name its variable in {key_of_name}."
+            hint = f"Name its variable in {key_of_name}, or remove it here and add it to what is written."
             yield Row(place, names or REDACTED, "refused", why=why, hint=hint)
 
 
