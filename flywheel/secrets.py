@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, AnyStr, Final
 from urllib.parse import quote, unquote
 
@@ -28,6 +29,8 @@ URL_USERS: Final = "FLYWHEEL_URLS_SECRET"
 """The variable with the names and passwords of URLs, by scheme, mask and host, as JSON. As one of a secret, it is
 withheld from users' functions."""
 _USER_INFO: Final = re.compile(r"(?P<scheme>https?://)(?P<user>[^/?#\s]+)@(?P<host>[^/?#\s@]*)", re.IGNORECASE)
+_USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 _MASK: Final = re.compile(r"\*\*\*\d*")
 _IN_TEXT: Final = re.compile(rb"(?<=://)[^/?#\s\"'<>]+(?=@)")
 
@@ -66,6 +69,25 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(each, name) for each in value]
     is_secret = isinstance(value, str) and (_NAMES.search(name) or _VALUES.search(value))
     return None if is_secret or (isinstance(value, str) and redact_secrets(value) != value) else value
+
+
+def masked(value: Any) -> Any:
+    """A value for JSON without keys: known secrets, credentials in URLs, and arguments that name a key or token."""
+    if isinstance(value, str | Path):
+        return redact_secrets(_USER.sub(REDACTED, str(value)))
+    if isinstance(value, Mapping):
+        return {key: masked(item) for key, item in value.items()}
+    if not isinstance(value, list | tuple):
+        return value if isinstance(value, int | float | None) else str(value)
+    items, is_secret = [], False
+    for item in value:
+        match = _ARGUMENT.fullmatch(item) if isinstance(item, str) else None
+        if match is not None and match[2] is not None:
+            items.append(f"{match[1]}={REDACTED}")
+        else:
+            items.append(REDACTED if is_secret else masked(item))
+        is_secret = match is not None and match[2] is None
+    return items
 
 
 def masked_url(url: str) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flywheel.cli.app import JsonOption, absolute, app, print_json, run_async
-from flywheel.cli.settings import MAX_SHOWN, WIDE, masked, text_of
+from flywheel.cli.settings import MAX_SHOWN, WIDE, text_of
 from flywheel.cli.tables import Row, forecast_text, print_rows, stdout
 from flywheel.errors import EXIT_FAILED
+from flywheel.secrets import masked
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:

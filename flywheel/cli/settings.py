@@ -13,7 +13,7 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, command_group, find_config, load_config, print_json
 from flywheel.cli.tables import Row, print_rows, short_path, stdout
-from flywheel.secrets import REDACTED, redact_secrets
+from flywheel.secrets import REDACTED, masked
 from flywheel.system.terminal import escape_terminal, moment
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ MAX_SHOWN: Final = 200
 DEFAULT: Final = "default"
 _WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting whose value is a secret: whoever knows the address can send to it."""
-_USER_INFO: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_SECRET_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 
 
 class Setting(NamedTuple):
@@ -174,25 +172,6 @@ def _walked(
         if name in section.model_fields_set:
             origin = file if document is None else f"{file}:{document.position(path, key=True).line}"
         yield Setting(".".join(map(str, path)), value, origin)
-
-
-def masked(value: Any) -> Any:
-    """A value for JSON without keys: known secrets, credentials in URLs, and arguments that name a key or token."""
-    if isinstance(value, str | Path):
-        return redact_secrets(_USER_INFO.sub(REDACTED, str(value)))
-    if isinstance(value, Mapping):
-        return {key: masked(item) for key, item in value.items()}
-    if not isinstance(value, list | tuple):
-        return value if isinstance(value, int | float | None) else str(value)
-    items, is_secret = [], False
-    for item in value:
-        match = _SECRET_ARGUMENT.fullmatch(item) if isinstance(item, str) else None
-        if match is not None and match[2] is not None:
-            items.append(f"{match[1]}={REDACTED}")
-        else:
-            items.append(REDACTED if is_secret else masked(item))
-        is_secret = match is not None and match[2] is None
-    return items
 
 
 def text_of(value: Any) -> str:

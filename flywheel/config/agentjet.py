@@ -13,14 +13,14 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from flywheel.config.foreign import SECTIONS, Row, Table, Without, fit_engines
+from flywheel.config.foreign import SECTIONS, Row, Table, Without
 from flywheel.config.sage import ESTIMATOR, ROOTS
 from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
@@ -344,14 +344,10 @@ def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
             yield Row(key, None, "refused", use, why=f"`{key}` is missing: nothing says {what}", hint="Add it.")
 
 
-def settings_of(
-    raw: Mapping[str, Any], made: dict[str, Any], rows: Sequence[Row], name: str
-) -> tuple[dict[str, Any], list[Row]]:
+def settings_of(raw: Mapping[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], list[Row]]:
     """All settings of such a file: those `made` of its rows, its own, and what AgentJet assumes, with its rows."""
     own = {key: raw[key] for key in raw if key in SECTIONS and raw[key] is not None}
     made["sources"] = _sources(_kind(raw), _settings(raw), _mapping(made.get("sources")).get("path"))
-    if not value_at(own, "ray.address"):
-        fit_engines(made.setdefault("rollout", {}), rows, name)
     settings, assumed = merged(made, own), list[Row]()
     if isinstance(value_at(settings, "rollout.agent"), Mapping) and not has(settings, "rollout.agent.folder"):
         # Written elsewhere, its own folder would be another one.

@@ -21,7 +21,7 @@ from flywheel.config import agentjet
 from flywheel.config.agentjet import AGENTJET, MARKERS, SECTION, ProjectRoot
 from flywheel.config.deploy import DeploySettings
 from flywheel.config.export import ExportSettings
-from flywheel.config.foreign import Row
+from flywheel.config.foreign import Row, with_names
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -49,7 +49,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
-from flywheel.config.translation import TUNER, translate
+from flywheel.config.translation import TUNER, Translation, translate
 from flywheel.config.trinity import TRINITY, is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
@@ -394,12 +394,13 @@ def parse(
     file: Path | None = None,
     document: YamlDocument | None = None,
     given: Sequence[str] = (),
+    found: Translation | None = None,
 ) -> Config:
     """Check a parsed configuration. Relative paths are relative to `folder`, or to the project root of a file of
     AgentJet's. Raises ConfigError.
 
     With the `document` that `raw` is from, what is wrong is named with its line. Settings that are `given` as
-    KEY=VALUE take the place of those in `raw`.
+    KEY=VALUE take the place of those in `raw`. What becomes of `raw` is `found`, if it is known and said already.
     """
     attempted, settings = f"use configuration {name}", [GivenSetting.of(text) for text in given]
     if not isinstance(raw, dict):
@@ -416,18 +417,21 @@ def parse(
     if settings:
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
-    attempted, found = f"use configuration {name}", translate(whole, file)
+    attempted, is_said = f"use configuration {name}", found is not None
+    found = found or translate(whole, file)
     # A setting of Trinity-RFT's makes no file of its own.
     rows = found.rows if found.program != TUNER else ()
     keys = {key for setting in settings for key in _own_keys(setting, whole, raw, rows)}
-    found.check(attempted, str(file or name))
+    if not is_said:
+        found.check(attempted, str(file or name))
     # Translated keys have other names and positions in the file.
     document = None if found.rows else document
     try:
         start = found.project.folder if found.project is not None else folder.absolute()
         config = Config.model_validate(_with_dataset_paths(found.settings_in(file)), context=start)
     except ValidationError as error:
-        why = explain(error, Config, document, elsewhere=keys)
+        places = {numbered(use): row.place for use, row in _origins(found.rows, whole).items() if row.place}
+        why = with_names(explain(error, Config, document, elsewhere=keys), places)
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(attempted, why, hint) from None
     config._file, config._project, config._given = file, found.project, frozenset(keys)
@@ -464,6 +468,11 @@ def _origins(rows: Sequence[Row], whole: Mapping[str, Any]) -> dict[str, Row]:
         and not has(whole, row.use)
         and not (row.place and row.use.startswith("sources.") and "sources" in whole)
     }
+
+
+def numbered(key: str) -> str:
+    """Flywheel's key of a row, with the number that the only source of another program's file has."""
+    return re.sub(r"^sources\.(?!\d)", "sources.0.", key)
 
 
 def _own_keys(

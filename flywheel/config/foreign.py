@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -213,6 +214,19 @@ def check(rows: Sequence[Row], attempted: str, name: str, page: str) -> None:
     ]
     if unused:
         log.warning("%s: without effect: %s; see `flywheel docs %s`", name, ", ".join(unused), page)
+
+
+def with_names(why: str, origins: Mapping[str, str]) -> str:
+    """A sentence about settings, with the caller's keys for those of Flywheel that they set (`origins`)."""
+    notes = []
+    for ours, theirs in origins.items():
+        section, _, key = ours.rpartition(".")
+        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
+        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
+            # A rule about several keys of a section.
+            notes.append(f"{key} is `{theirs}`")
+        why = named
+    return f"{why} ({', '.join(notes)})" if notes else why
 
 
 def without_keys(row: Row) -> Row:

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from flywheel.config import agentjet, sage, trinity
 from flywheel.config.agentjet import AGENTJET, MARKERS, ProjectRoot
-from flywheel.config.foreign import Row, check, settings_in, without_keys
+from flywheel.config.foreign import Row, check, fit_engines, settings_in, without_keys
 from flywheel.config.sage import ROOTS, SAGE
-from flywheel.config.section import merged
+from flywheel.config.section import merged, value_at
 from flywheel.config.trinity import TRINITY, is_trinitys
 
 TUNER: Final = "Trinity-RFT"
@@ -53,11 +53,13 @@ class Translation:
         return merged(self.settings, {"filter": {"rubric": str(file)}})
 
 
-def translate(raw: Mapping[str, Any], file: Path | None) -> Translation:
-    """What becomes of a configuration, whose interpolations are resolved, in a `file`."""
+def translate(raw: Mapping[str, Any], file: Path | None, *, fits: bool = True) -> Translation:
+    """What becomes of a configuration, whose interpolations are resolved, in a `file`; with `fits`, AgentJet's
+    engines are as few as this machine has GPUs for."""
     if is_trinitys(raw):
         rows, own = trinity.rows_of(raw)
-        return Translation(TUNER, TRINITY.page, [*map(without_keys, rows)], merged(settings_in(rows), own))
+        settings = merged(settings_in(rows), own)
+        return Translation(TUNER, TRINITY.page, [*map(without_keys, rows), *trinity.missing(settings)], settings)
     is_sages = MARKERS.isdisjoint(map(str, raw))
     of_sage, own = sage.rows_of(raw, alone=is_sages)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
@@ -67,7 +69,9 @@ def translate(raw: Mapping[str, Any], file: Path | None) -> Translation:
         return Translation(program, page, [*map(without_keys, of_sage)], merged(made, own), rubrics)
     of_agentjet = agentjet.rows_of(own, file)
     made, rows = merged(settings_in(of_agentjet), made), [*of_agentjet, *of_sage]
-    settings, assumed = agentjet.settings_of(own, made, rows, str(file or "the file"))
+    if fits and not value_at(own, "ray.address"):
+        fit_engines(made.setdefault("rollout", {}), rows, str(file or "the file"))
+    settings, assumed = agentjet.settings_of(own, made)
     project = agentjet.project_root(rows, settings, file) if file is not None else None
     program, rows = "ASTuner" if ROOTS[1] in raw else "AgentJet", [*map(without_keys, (*rows, *assumed))]
     return Translation(program, AGENTJET.page, rows, settings, rubrics, project)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from flywheel.config.agentjet import MARKERS
 from flywheel.config.foreign import SECTIONS, Row, Table, check, fit_engines, settings_in
-from flywheel.config.section import put
+from flywheel.config.section import put, value_at
 
 TASKSET: Final = "buffer.explorer_input.taskset"
 EVAL_TASKSETS: Final = "buffer.explorer_input.eval_tasksets"
@@ -158,6 +158,16 @@ def _tasksets(row: Row) -> Iterator[Row]:
             else:
                 yield inner._replace(why=inner.why.replace(TASKSET, place))
     yield row._replace(outcome="replaced by", made=made)
+
+
+def missing(settings: Mapping[str, Any]) -> Iterator[Row]:
+    """Refused rows for what a round needs, and the settings of a file do not have."""
+    for place, use, what in (
+        ("model.model_path", "model.base", "which model is trained"),
+        (f"{TASKSET}.path", "train_dataset.path", "where the tasks are"),
+    ):
+        if not value_at(settings, use):
+            yield Row(place, None, "refused", use, why=f"`{place}` is missing: nothing says {what}", hint="Add it.")
 
 
 def settings_of(rows: Sequence[Row], name: str) -> dict[str, Any]:

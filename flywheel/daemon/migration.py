@@ -10,7 +10,7 @@ import os
 import pprint
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,17 +18,18 @@ from typing import Any, Final
 import yaml
 
 from flywheel.config import agentjet
-from flywheel.config.file import Config, parse
-from flywheel.config.foreign import Row, fit_engines, variable_of
+from flywheel.config.file import Config, numbered, parse
+from flywheel.config.foreign import Row, variable_of
 from flywheel.config.interpolation import values_of
+from flywheel.config.sage import SAGE
 from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
 from flywheel.config.translation import Translation, translate
 from flywheel.config.trinity import EPOCHS, TRINITY
 from flywheel.errors import ConfigError, ExportError
-from flywheel.judge.filters.chain import entries_of
+from flywheel.judge.filters.chain import ONCE, entries_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE, LlmEvaluate
 from flywheel.judge.filters.python_filter import PythonFile
-from flywheel.secrets import without_secrets
+from flywheel.secrets import REDACTED, masked, without_secrets
 from flywheel.system.files import read_given, write_atomic
 from flywheel.system.yaml_file import YamlDocument, read_yaml
 
@@ -44,6 +45,9 @@ CLASSES: Final[Mapping[str, str]] = {
     "TrainingPipelineConfig": "",
 }
 """SAGE's classes of options, and where a YAML file has these."""
+WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
+"""A setting that may be a secret: whoever knows the address can send to it."""
+VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*(\w+)")
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
 PROGRAM: Final = '''"""A round of a Trinity-RFT file: `python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]`."""
@@ -84,7 +88,7 @@ class Migration:
         rows: What becomes of each key, and what the program assumes.
         config: The settings in effect, as `-c FILE` has them; None where a row is refused, and for Trinity-RFT.
         files: Texts for `write`, by names in the folder. There are none where a row is refused, unless that is a
-            model that is missing, whose line is to be filled in.
+            model, or the tasks of a program, that is missing, whose line is to be filled in.
     """
 
     program: str
@@ -102,20 +106,33 @@ def migrated(file: Path, folder: Path) -> Migration:
     else:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
-    if not isinstance(raw, Mapping) or not (found := translate(raw, file)).program:
+    if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
-    rows = [_known(row) for row in found.rows]
+    written = None if document is None else document.value
+    places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
+    secret = {row.place: row for row in _secrets(found.settings, written, places)}
+    rows = [_as_written(_known(row), written) for row in found.rows if row.place not in secret]
+    rows += secret.values()
     refused = [row for row in rows if row.outcome == "refused"]
+    if found.page == TRINITY.page:
+        missing = [row.use for row in refused if row.value is None]
+        files = {SCRIPT: _script(found, missing)} if len(missing) == len(refused) else {}
+        return Migration(found.program, rows, None, files)
     if is_unfinished := [(row.use, row.value) for row in refused] == [("model.base", None)]:
         raw = merged(raw, {"model": {"base": TO_FILL_IN}})
-        found = translate(raw, file)
+        found = translate(raw, file, fits=False)
     if refused and not is_unfinished:
         return Migration(found.program, rows, None, {})
-    if found.page == TRINITY.page:
-        return Migration(found.program, rows, None, {SCRIPT: _script(found)})
-    config = parse(raw, str(file), file.parent, file=file, document=document)
-    parts, more = _filters(raw, config, folder)
+    try:
+        config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
+    except ConfigError as error:
+        if (wrong := [_with_error(row, error) for row in rows]) == rows:
+            raise
+        return Migration(found.program, wrong, None, {})
+    parts, more = _filters(raw, written, config, folder)
+    if any(row.outcome == "refused" for row in more):
+        return Migration(found.program, [*rows, *more], None, {})
     files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
         row._replace(outcome="replaced by", made=CHAIN) if row.use == "filter.chain" and parts else row
@@ -127,23 +144,56 @@ def migrated(file: Path, folder: Path) -> Migration:
 def _of_python(file: Path, attempted: str) -> dict[str, Any]:
     """The options in the calls of SAGE's classes in a Python file, as a YAML file has them. Raises ConfigError."""
     try:
-        nodes = [node for node in ast.walk(ast.parse(read_given(file))) if isinstance(node, ast.Call)]
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(attempted, f"it cannot be read: {error}", "Name a file in Python or YAML.") from None
-    made, calls = dict[str, Any](), [(name, each) for each in nodes if (name := _class_of(each)) in CLASSES]
+        nodes = [*ast.walk(ast.parse(read_given(file)))]
+        calls = [
+            (name, node) for node in nodes if isinstance(node, ast.Call) and (name := _class_of(node)) in CLASSES
+        ]
+        found = [
+            (f"{CLASSES[name]}{option.arg or '**'}", _value_of(option.value))
+            for name, call in calls
+            for option in call.keywords
+            if not (isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES)
+        ]
+        changes = [each for each in nodes if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+        changed = next((each for each in changes if _changes_option(each, {name for name, _ in calls})), None)
+        text = ast.unparse(changed) if changed else ""
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = f"it cannot be read: {str(error) or 'it is nested too deep'}"
+        raise ConfigError(attempted, why, "Name a file in Python or YAML.") from None
     if len({name for name, _ in calls}) != len(calls) or any(each.args for _, each in calls) or not calls:
         why = f"it has no calls of {', '.join(CLASSES)}, two of one, or options without their names"
         raise ConfigError(attempted, why, "Leave one call of each, with KEY=VALUE for each option.")
-    for name, call in calls:
-        for option in call.keywords:
-            if isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES:
-                continue
-            try:
-                value = ast.literal_eval(option.value)
-            except ValueError:
-                value = Expression(ast.unparse(option.value))
-            put(made, f"{CLASSES[name]}{option.arg or '**'}", value)
+    if changed is not None:
+        why = f"line {changed.lineno}: `{text}` changes an option after its call, and Python files are not run"
+        raise ConfigError(attempted, why, "Write the value into the call, and remove the line.")
+    made = dict[str, Any]()
+    for key, value in found:
+        put(made, key, value)
     return made
+
+
+def _value_of(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return Expression(ast.unparse(node))
+
+
+def _changes_option(node: ast.Assign | ast.AugAssign | ast.AnnAssign, classes: Set[str]) -> bool:
+    """Whether an assignment is to an attribute, or an item of one, that has the name of an option of these classes.
+    Attributes of `self` are those of a class of the file."""
+    options = {
+        key.removeprefix(above).partition(".")[0]
+        for above in (CLASSES[name] for name in classes)
+        for key in SAGE.names
+        if key.startswith(above) and (above or "." not in key)
+    }
+    for each in ast.walk(node):
+        target = each.value if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store) else each
+        is_set = target is not each or isinstance(getattr(each, "ctx", None), ast.Store)
+        if is_set and isinstance(target, ast.Attribute) and target.attr in options:
+            return ast.unparse(target.value) != "self"
+    return False
 
 
 def _class_of(call: ast.Call) -> str:
@@ -151,11 +201,63 @@ def _class_of(call: ast.Call) -> str:
 
 
 def _known(row: Row) -> Row:
-    """The row; refused where Flywheel would need a value that it does not know."""
+    """The row; refused where Flywheel would need a value that it does not know. What is written is not fitted to the
+    machine where it is written, and the row says so."""
+    if row.sets and row.use in ("rollout.engines", "rollout.tensor_parallel") and row.made != 1:
+        return row._replace(why="it is written as it is, also if this machine has fewer GPUs")
     if not row.sets or not isinstance(row.value, Expression):
         return row
     why = f"`{row.place}` is {row.value}, and Python files are not run"
     return row._replace(outcome="refused", made=None, why=why, hint="Write its value.")
+
+
+def _with_error(row: Row, error: ConfigError) -> Row:
+    """The row; refused where the settings are wrong by its value."""
+    problem = next((each for each in error.why.split("; ") if f"`{row.place}`" in each), "")
+    if not (row.place and row.sets and problem):
+        return row
+    return row._replace(outcome="refused", made=None, why=problem, hint="Correct it.")
+
+
+def _at(written: Any, place: str) -> Any:
+    """What a file has at a path or, where that is an interpolation, above it; None if it has nothing."""
+    for part in place.split("."):
+        if isinstance(written, str):
+            break
+        if isinstance(written, list):
+            written = written[int(part)] if part.isdecimal() and int(part) < len(written) else None
+        else:
+            written = written.get(part) if isinstance(written, Mapping) else None
+    return written
+
+
+def _as_written(row: Row, written: Any) -> Row:
+    """The row; that of a key that sets nothing has no value that a variable fills in, but its name."""
+    value = without_secrets(_at(written, row.place), row.place.rpartition(".")[2])
+    return row if row.sets or value is None or "${" not in str(value) else row._replace(value=value)
+
+
+def _secrets(settings: Any, written: Any, places: Mapping[str, str], above: str = "") -> Iterator[Row]:
+    """Refused rows for settings that are or have a key or a password, whose `places` in the file are not the same. A
+    variable of such a value is named in the row."""
+    for key, value in settings.items() if isinstance(settings, Mapping) else enumerate(settings):
+        if (path := f"{above}{key}") == "rollout.agent.config":
+            # A workflow gets None for them in any case.
+            continue
+        is_list = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+        if isinstance(value, Mapping) or is_list:
+            yield from _secrets(value, written, places, f"{path}.")
+            continue
+        place = places.get(path, path)
+        raw = str(_at(written, place))
+        is_webhook = WEBHOOK.fullmatch(path) is not None
+        is_secret = without_secrets(value, str(key)) != value or masked(value) != value
+        if isinstance(value, str | list) and (is_secret or (is_webhook and "${" in raw)):
+            names = ", ".join(f"${name}" for name in VARIABLE.findall(raw))
+            why = f"`{place}` has a key or a password, and such are not written"
+            key_of_name = "`url_env`" if is_webhook else "a key that ends in `_env`"
+            hint = f"Name its variable in {key_of_name}, or remove it here and add it to what is written."
+            yield Row(place, names or REDACTED, "refused", why=why, hint=hint)
 
 
 def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder: Path) -> Iterator[tuple[str, str]]:
@@ -168,6 +270,9 @@ def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder:
     if (read := value_at(settings, "rollout.agent.config")) is not None:
         # A workflow gets None for them in any case.
         put(settings, "rollout.agent.config", without_secrets(read))
+    if isinstance(notices := settings.get("notify"), list):
+        # YAML 1.1 takes the key for true.
+        settings["notify"] = [{"on" if key is True else key: each[key] for key in each} for each in notices]
     for name, content in parts.items():
         put(settings, "filter.chain" if name == CHAIN else "filter.rubric", name)
         yield name, _yaml(content)
@@ -178,17 +283,22 @@ def _files(found: Translation, parts: Mapping[str, Any], config: Config, folder:
     yield SETTINGS, _yaml(settings, notes)
 
 
-def _filters(raw: Mapping[str, Any], config: Config, folder: Path) -> tuple[dict[str, Any], list[Row]]:
+def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path) -> tuple[dict[str, Any], list[Row]]:
     """The chain of AgentJet's file and the rubric that is in it, by the names of their files, and the rows of what
-    is in the filters."""
+    is in the filters. The file has `written`, before it was resolved."""
     if config.project is None or config.filter.chain != config.file:
         return {}, []
     parts, rows, chain = dict[str, Any](), list[Row](), agentjet.filters_in(raw)
     section = agentjet.section_in(raw)[0]
     for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries_of(config), strict=True)):
         place, params = f"{section}.filters.{at}.params", given.get("params", {})
-        key = params.get("api_key")
-        params = {name: value for name, value in without_secrets(params).items() if value is not None}
+        key, kind = params.get("api_key"), given["type"]
+        before = [each["type"] for each in chain["filters"][:at] if each.get("enabled", True)]
+        if read is not None and kind in ONCE and kind in before:
+            of = f"{section}.filters.{at}.type"
+            rows.append(Row(of, kind, "refused", why=f"`{of}`: {kind} is there already", hint="Remove one of them."))
+        params = {name: value for name, value in params.items() if name != "api_key" and value is not None}
+        rows += _secrets(params, written, {}, f"{place}.")
         if isinstance(read, PythonFile):
             path = config.project.folder / Path(read.path).expanduser()
             params["path"] = _from(str(path), (folder / CHAIN).parent)
@@ -201,7 +311,9 @@ def _filters(raw: Mapping[str, Any], config: Config, folder: Path) -> tuple[dict
             if config.judge.temperature is None:
                 params.setdefault("temperature", AGENTJET_TEMPERATURE)
         if key:
-            name = variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
+            named = VARIABLE.findall(str(_at(written, f"{place}.api_key")))
+            same = [name for name in named if os.environ.get(name) == key]
+            name = same[0] if same else variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
             params["api_key_env"], why = name, f"files have no keys: ${name} is to have it"
             rows.append(Row(f"{place}.api_key", f"${name}", "replaced by", f"api_key_env in {CHAIN}", name, why))
         chain["filters"][at] = {**given, "params": params}
@@ -229,15 +341,18 @@ def _from(path: str, folder: Path | None) -> str:
     return relative if relative.startswith(".") else f"./{relative}"
 
 
-def _script(found: Translation) -> str:
-    """The program of a file of Trinity-RFT. Its relative paths start at the working directory, and are absolute
-    here."""
+def _script(found: Translation, missing: Sequence[str]) -> str:
+    """The program of a file of Trinity-RFT, with a line for each setting that is `missing`. Its relative paths start
+    at the working directory, and are absolute here."""
     made = merged({"train_dataset": {"total_epochs": EPOCHS}}, found.settings)
-    fit_engines(made.setdefault("rollout", {}), found.rows, SCRIPT)
     for place, value in leaves(made):
         if place.endswith((".path", ".base")) and os.path.exists(str(value)):  # noqa: PTH110 - False for other names
             made = GivenSetting(place, str(Path(value).absolute())).put_into(made)
-    return PROGRAM.replace("{}", pprint.pformat(made, width=100, sort_dicts=False), 1)
+    lines = list[str]()
+    for section, _, key in (each.partition(".") for each in missing):
+        made.setdefault(section, {})
+        lines.append(f'\nSETTINGS["{section}"]["{key}"] = None  # FILL IN')
+    return PROGRAM.replace("{}", pprint.pformat(made, width=100, sort_dicts=False) + "".join(lines), 1)
 
 
 def _yaml(content: Any, notes: Mapping[str, str] | None = None) -> str:
@@ -246,7 +361,7 @@ def _yaml(content: Any, notes: Mapping[str, str] | None = None) -> str:
     document, lines = YamlDocument(text), text.splitlines()
     places = [place for place, _ in leaves(content)]
     for key, note in (notes or {}).items():
-        path = re.sub(r"^sources\.(?!\d)", "sources.0.", key)
+        path = numbered(key)
         if any(f"{place}.".startswith(f"{path}.") for place in places):
             at = document.position([int(part) if part.isdecimal() else part for part in path.split(".")], key=True)
             lines[at.line - 1] += f" # {note}"

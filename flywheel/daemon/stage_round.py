@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from flywheel.config.file import Config, parse
+from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import GivenSetting, has, merged
 from flywheel.config.training import Stage
@@ -138,19 +138,6 @@ def prepare(
     spec = file_round.spec_of(settings, data, held_out, compares=compares, **about)
     file_round.require_packages(attempted)
     return StageRound(spec, settings, given["output"], _round_directory(given["output"], spec), read)
-
-
-def with_names(why: str, origins: Mapping[str, str]) -> str:
-    """A sentence about settings, with the caller's keys for those of Flywheel that they set (`origins`)."""
-    notes = []
-    for ours, theirs in origins.items():
-        section, _, key = ours.rpartition(".")
-        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
-        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
-            # A rule about several keys of a section.
-            notes.append(f"{key} is `{theirs}`")
-        why = named
-    return f"{why} ({', '.join(notes)})" if notes else why
 
 
 def _settings(

@@ -14,12 +14,12 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel
 
 from flywheel.config.file import Config, parse
+from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
 from flywheel.daemon import file_round
 from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult
-from flywheel.daemon.stage_round import with_names
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.python_files import parsed

@@ -314,12 +314,41 @@ def test_a_python_file_is_parsed_and_never_run(flywheel: Run, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["x = 1", "AgentSFTConfig('m')", "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)", "def (", "\0"],
+    [
+        "x = 1",
+        "AgentSFTConfig('m')",
+        "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)",
+        "def (",
+        "\0",
+        f"x = {'-' * 100_000}1",
+        f"x = a{'.a' * 100_000}()",
+    ],
 )
 def test_a_python_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(text)
     with pytest.raises(ConfigError, match=r"cannot migrate .*a\.py: it "):
         migrated(tmp_path / "a.py", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", ["c.num_epochs = 7", "c.num_epochs += 4", "c.num_epochs: int = 7", "c.tags[0] = 7"]
+)
+def test_an_option_that_changes_after_its_call_is_refused(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    text = "c = AgentSFTConfig(base_model='m', num_epochs=3, lora_target_modules=['q'])\n"
+    change = change.replace("tags", "lora_target_modules")
+    file.write_text(text + change)
+    with pytest.raises(ConfigError) as refused:
+        migrated(file, tmp_path)
+    assert f"line 2: `{change}` changes an option after its call" in str(refused.value)
+    file.write_text(text + "c.mine = 7\nself.num_epochs = 7\n")
+    assert migrated(file, tmp_path).config is not None
+
+
+def test_a_value_that_no_python_could_make_is_an_expression(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("AgentSFTConfig(base_model='m', task_weights={[1]: 2})")
+    (row,) = [row for row in migrated(tmp_path / "a.py", tmp_path).rows if row.outcome == "refused"]
+    assert "{[1]: 2}" in row.why
 
 
 def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
@@ -342,6 +371,7 @@ def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
         "monitor": {"monitor_args": {"api_key": "hidden-by-all-means"}},
     }
     monkeypatch.setenv("A_MODEL", "org/model")
+    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: 8)
     file = write_yaml(tmp_path / "trinity.yaml", raw)
     ran = flywheel("migrate", file, "--output", "made")
     assert ran.code == 0, ran.out + ran.err
@@ -386,3 +416,184 @@ def test_flywheels_own_file_is_refused(flywheel: Run, tmp_path: Path) -> None:
     ran = flywheel("migrate", "own.yaml")
     assert (ran.code, "no key of AgentJet" in ran.err) == (78, True)
     assert json.loads(flywheel("migrate", "own.yaml", "--json").out).keys() == {"error"}
+
+
+def test_what_the_file_asks_of_engines_is_written_whatever_this_machine_has(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.config.foreign.gpus_of_machine", lambda: 1)
+    of_trinity = {
+        "model": {"model_path": "m"},
+        "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_num": 4}},
+    }
+    for name, raw in (("flywheel.yaml", of_agentjet(rollout={"n_vllm_engine": 4})), ("tune.py", of_trinity)):
+        write_yaml(tmp_path / "a.yaml", raw)
+        ran = flywheel("migrate", "a.yaml", "--output", name.partition(".")[0])
+        assert (ran.code, ran.err) == (0, ""), ran.out
+        assert "also if this machine has fewer GPUs" in ran.out
+        text = (tmp_path / name.partition(".")[0] / name).read_text()
+        assert "engines: 4 # ajet.rollout.n_vllm_engine" in text or "'engines': 4" in text
+    write_yaml(tmp_path / "a.yaml", of_agentjet(rollout={"n_vllm_engine": 4}))
+    assert load(tmp_path / "a.yaml").rollout.engines == 1
+    assert load(tmp_path / "flywheel" / "flywheel.yaml").rollout.engines == 4
+
+
+def test_what_has_no_effect_is_in_the_table_alone(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(trainer_common={"total_epochs": 9}))
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert ("ajet.trainer_common.total_epochs" in ran.out, ran.err) == (True, "")
+    assert "without effect: ajet.trainer_common.total_epochs" in flywheel("config", "show", "-c", "a.yaml").err
+
+
+@pytest.mark.parametrize(
+    ("raw", "place", "ours"),
+    [
+        ({"sft_config": {"num_epochs": "many", "base_model": "m"}}, "sft_config.num_epochs", "training.sft.epochs"),
+        (of_agentjet(rollout={"num_repeat": "many"}), "ajet.rollout.num_repeat", "training.group_size"),
+        (of_agentjet(model=["m"]), "ajet.model.path", "model.base"),
+        (
+            {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": 3}}},
+            "ajet.feedback_tracing.base_url",
+            "sources.0.path",
+        ),
+    ],
+)
+def test_a_wrong_value_has_the_name_that_the_file_gives_it(
+    raw: Any, place: str, ours: str, flywheel: Run, tmp_path: Path
+) -> None:
+    write_yaml(tmp_path / "a.yaml", raw)
+    ran = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+    assert (ran.code, (tmp_path / "made").exists()) == (1, False)
+    (row,) = [row for row in ran.json["rows"] if row["outcome"] == "refused"]
+    assert (row["place"], f"`{place}`" in row["why"], ours in row["why"]) == (place, True, False)
+    ran = flywheel("config", "show", "-c", "a.yaml")
+    assert (ran.code, f"`{place}`" in ran.err, ours in ran.err) == (78, True, False)
+
+
+def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
+    flywheel: Run, tmp_path: Path
+) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(rollout={"num_repeat": "many", "temperature": -1}))
+    rows = flywheel("migrate", "a.yaml", "--json").json["rows"]
+    assert [(row["place"], row["why"].count("`ajet.")) for row in rows if row["outcome"] == "refused"] == [
+        ("ajet.rollout.num_repeat", 1),
+        ("ajet.rollout.temperature", 1),
+    ]
+    write_yaml(tmp_path / "a.yaml", of_agentjet() | {"training": {"steps": "many"}})
+    ran = flywheel("migrate", "a.yaml")
+    assert (ran.code, "`training.steps`" in ran.err) == (78, True)
+
+
+def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "buffer": {"batch_size": 2}})
+    ran = flywheel("migrate", "t.yaml", "--output", "made")
+    assert ran.code == 1, ran.out
+    assert "`model.model_path` is missing: nothing says which model is trained. Add it." in ran.out
+    assert "`buffer.explorer_input.taskset.path` is missing: nothing says where the tasks are. Add it." in ran.out
+    assert "Fill in model.base in made/tune.py." in ran.out
+    text = (tmp_path / "made" / "tune.py").read_text()
+    assert 'SETTINGS["model"]["base"] = None  # FILL IN' in text
+    names: dict[str, Any] = {"__name__": "of_a_test"}
+    for value in ("m", "t.jsonl"):
+        text = text.replace("= None  # FILL IN", f"= {value!r}  #", 1)
+    exec(text, names)
+    made = round_of({"workflow_func": "f.py:run", "config": names["SETTINGS"]}, tmp_path, Path("/usr/bin/python3"))
+    assert (made.settings.model.base, made.train["path"]) == ("m", "t.jsonl")
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "mode": "train"})
+    ran = flywheel("migrate", "t.yaml", "--output", "other")
+    assert (ran.code, (tmp_path / "other").exists()) == (1, False)
+
+
+def test_a_chain_that_cannot_be_read_is_refused(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE, DEDUPLICATION, EVALUATE]))
+    ran = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+    (row,) = [row for row in ran.json["rows"] if row["outcome"] == "refused"]
+    assert (ran.code, (tmp_path / "made").exists()) == (1, False)
+    assert row["place"] == "ajet.task_reader.feedback_tracing.filters.2.type"
+    assert "llm_evaluate is there already" in row["why"]
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[EVALUATE, EVALUATE | {"enabled": False}]))
+    assert flywheel("migrate", "a.yaml", "--output", "made").code == 0
+
+
+def test_the_key_on_of_a_notice_is_no_truth_value(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "sft_config: {base_model: m}\nnotify: [{name: a, on: [promoted], url: 'http://127.0.0.1:9/'}]\n"
+    )
+    text = migrated(tmp_path / "a.yaml", tmp_path / "made").files["flywheel.yaml"]
+    assert ("'on':" in text, "true:" in text) == (True, False)
+
+
+def test_the_variable_that_the_file_names_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "A_FIRST_ONE", "K2"):
+        monkeypatch.setenv(name, "the-very-secret-one")
+    entry = {"type": "deduplication", "params": {"model": "e", "base_url": "http://h/v1", "api_key": "${oc.env:K2}"}}
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[entry]))
+    assert "api_key_env: K2" in migrated(tmp_path / "a.yaml", tmp_path / "made").files["filters/agentjet.yaml"]
+
+
+TRACED: dict[str, Any] = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {"base_url": "a"}}}
+OF_TRINITY: dict[str, Any] = {
+    "model": {"model_path": "m"},
+    "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+}
+HIDDEN = "hidden-by-all-means"
+OF_SAGE: dict[str, Any] = {"sft_config": {"base_model": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("own", "places", "variable"),
+    [
+        ({"judge": {"base_url": "https://bob:${oc.env:PW}@j.example/v1"}}, ["judge.base_url"], "$PW"),
+        ({"judge": {"base_url": f"https://{HIDDEN}@j.example/v1"}}, ["judge.base_url"], ""),
+        ({"notify": [{"on": ["promoted"], "url": "${oc.env:HOOK}"}]}, ["notify.0.url"], "$HOOK"),
+        ({"notify": "${mine}", "mine": [{"on": ["promoted"], "url": "${oc.env:HOOK}"}]}, ["notify.0.url"], ""),
+        ({"notify": [{"on": ["promoted"], "command": ["a", "--token=" + HIDDEN]}]}, ["notify.0.command"], ""),
+        (
+            {"serving": {"extra_args": ["--api-key", HIDDEN]}, "judge": {"api_key": f"sk-{HIDDEN}"}},
+            ["judge.api_key", "serving.extra_args"],
+            "",
+        ),
+        ({"serving": {"extra_args": ["--api-key", "${oc.env:PW}"]}}, ["serving.extra_args"], "$PW"),
+    ],
+)
+def test_secrets_of_flywheels_own_sections_are_neither_printed_nor_written(
+    own: Any, places: list[str], variable: str, flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PW", HIDDEN)
+    monkeypatch.setenv("HOOK", f"https://hooks.example/{HIDDEN}")
+    # Nothing is filled in in files of SAGE's.
+    for base in (TRACED, OF_TRINITY) if "${" in str(own) else (TRACED, OF_TRINITY, OF_SAGE):
+        write_yaml(tmp_path / "a.yaml", base | own)
+        ran = flywheel("migrate", "a.yaml", "--output", "made")
+        as_json = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+        written = "".join(each.read_text() for each in (tmp_path / "made").rglob("*") if each.is_file())
+        assert HIDDEN not in ran.out + ran.err + as_json.out + as_json.err + written
+        rows = {row["place"]: row for row in as_json.json["rows"] if row["outcome"] == "refused"}
+        assert (ran.code, as_json.code, [*rows], (tmp_path / "made").exists()) == (1, 1, places, False)
+        assert rows[places[0]]["value"] == (variable or "[secret]")
+        assert "_env`" in rows[places[0]]["hint"]
+
+
+@pytest.mark.parametrize("name", ["base_url", "custom_rubrics"])
+def test_secrets_of_filters_are_neither_printed_nor_written(name: str, flywheel: Run, tmp_path: Path) -> None:
+    entry = DEDUPLICATION | {"params": {"model": "e"}} if name == "base_url" else EVALUATE
+    entry = entry | {"params": entry["params"] | {name: f"https://bob:{HIDDEN}@j.example/v1"}}
+    write_yaml(tmp_path / "a.yaml", of_agentjet(filters=[entry]))
+    ran = flywheel("migrate", "a.yaml", "--output", "made")
+    assert (ran.code, (tmp_path / "made").exists(), HIDDEN in ran.out + ran.err) == (1, False, False)
+    assert f"filters.0.params.{name}" in ran.out
+
+
+def test_what_a_variable_fills_in_is_written_if_it_is_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "http://127.0.0.1:9/v1")
+    own = {
+        "judge": {"base_url": "${oc.env:WHERE}", "api_key_env": "MINE"},
+        "serving": {"extra_args": ["--seed", "3"]},
+    }
+    write_yaml(tmp_path / "a.yaml", TRACED | own)
+    text = migrated(tmp_path / "a.yaml", tmp_path / "made").files["flywheel.yaml"]
+    assert "base_url: http://127.0.0.1:9/v1" in text
+    assert "api_key_env: MINE" in text

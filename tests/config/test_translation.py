@@ -10,6 +10,7 @@ import yaml
 
 from flywheel.config.file import Config, load
 from flywheel.config.translation import translate
+from flywheel.config.trinity import TASKSET
 from flywheel.daemon.evaluation import Grader
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of
 from flywheel.errors import ConfigError
@@ -82,7 +83,10 @@ def test_a_trinity_file_names_the_command_that_makes_its_script(tmp_path: Path) 
     assert f"`flywheel migrate {tmp_path}/tuner.yaml --output DIR` writes a script" in str(refused.value)
     assert "flywheel.tuner.tune" in str(refused.value)
     found = translate({"algorithm": {"repeat_times": 4}, "buffer": {"batch_size": 2}, "mode": "train"}, None)
-    assert (found.program, [row.place for row in found.refused]) == ("Trinity-RFT", ["mode"])
+    assert (found.program, [(row.place, row.use) for row in found.refused]) == (
+        "Trinity-RFT",
+        [("mode", ""), ("model.model_path", "model.base"), (f"{TASKSET}.path", "train_dataset.path")],
+    )
     assert found.settings == {"training": {"group_size": 4, "prompts_per_step": 2}}
 
 
