@@ -341,8 +341,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     given, own = {key: value for _, key, value in found}, value_at(raw, "training.stages")
     last = {key: place for place, key, _ in found}
     sections = [section for section in STAGE_OF if any(key.startswith(f"{section}.") for key in given)]
-    is_pipeline = any(f"run_{name}" in given for name in ("warmup", "sft", "rl"))
-    has_sft, has_rl = (any(key.startswith(f"{of}_config.") for key in given) for of in ("sft", "rl"))
+    is_pipeline = any(key.startswith("run_") for key in given)
+    classes = [key.partition(".")[0] for key in given] + [key for key in raw if raw[key] == {}]
+    has_sft, has_rl = "sft_config" in classes, "rl_config" in classes
     # Of RL, SAGE's default is DPO, unless another stage alone has settings.
     implied = STAGE_OF[sections[0]] if len(sections) == 1 else "dpo" if has_rl or is_pipeline else ""
     rl = str(given.get("rl_config.algorithm", implied))
@@ -351,8 +352,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     if isinstance(own, list):
         stages = [next(iter(each), "") if isinstance(each, Mapping) else str(each) for each in own]
         rl = next((each for each in stages if each != "sft"), "")
-    elif "rl_config.algorithm" not in given and not is_pipeline and stages:
-        place = next(each[0] for each in found if each[1].startswith(f"{'rl' if has_rl else 'sft'}_config."))
+    elif stages and given.keys().isdisjoint(("rl_config.algorithm", "run_warmup", "run_sft", "run_rl")):
+        of = "rl_config" if has_rl else "sft_config" if has_sft else ""
+        place = next((each[0] for each in found if each[1].startswith(f"{of}.")), of)
         name = "rl_config.algorithm" if rl == "ppo" else "class"
         found.append((place.rpartition(".")[0] or place, name, rl or "sft"))
     left, unused = list[tuple[str, str, Any]](), list[Row]()

@@ -134,6 +134,8 @@ def _of_python(file: Path, attempted: str) -> dict[str, Any]:
     if len({name for name, _ in calls}) != len(calls) or any(each.args for _, each in calls) or not calls:
         why = f"it has no calls of {', '.join(CLASSES)}, two of one, or options without their names"
         raise ConfigError(attempted, why, "Leave one call of each, with KEY=VALUE for each option.")
+    # A class is there without options, too; the one of the pipeline runs SFT unless it says otherwise.
+    made |= {CLASSES[name].removesuffix(".") or "run_sft": {} if CLASSES[name] else True for name, _ in calls}
     for name, call in calls:
         for option in call.keywords:
             if isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES:

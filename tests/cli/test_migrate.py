@@ -313,6 +313,22 @@ def test_a_python_file_is_parsed_and_never_run(flywheel: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ('sft_config=AgentSFTConfig(), rl_config=RLTrainingConfig(algorithm="dpo")', ["sft", "dpo"]),
+        ('rl_config=RLTrainingConfig(algorithm="grpo")', ["sft", "grpo"]),
+        ('run_sft=False, sft_config=AgentSFTConfig(), rl_config=RLTrainingConfig(algorithm="dpo")', ["dpo"]),
+        ("sft_config=AgentSFTConfig(), run_rl=False", ["sft"]),
+        ("", ["sft", "dpo"]),
+    ],
+)
+def test_a_class_without_options_is_a_stage_all_the_same(options: str, stages: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"TrainingPipelineConfig({options})")
+    write(migrated(tmp_path / "a.py", tmp_path / "made").files, tmp_path / "made")
+    assert load(tmp_path / "made" / "flywheel.yaml").training.stages == stages
+
+
+@pytest.mark.parametrize(
     "text",
     ["x = 1", "AgentSFTConfig('m')", "AgentSFTConfig(seed=1)\nAgentSFTConfig(seed=2)", "def (", "\0"],
 )
