@@ -95,6 +95,27 @@ def test_what_is_refused_or_missing_has_its_reason_and_a_line_to_fill_in(text: s
     assert lines_of(found) == line
 
 
+SHELL = {
+    "ajet --conf a.yaml; echo": "run -c a.yaml",
+    "ajet --conf a.yaml&": "run -c a.yaml",
+    "cd x&&ajet --conf a.yaml>log 2>&1|tee log": "run -c a.yaml",
+    "ajet --backbone debug 2>/dev/null --conf=b.yaml; ls": "round --debug -c b.yaml",
+    "# ajet --kill='python|ray'  (don't forget)\najet --conf a.yaml # --backbone debug\necho done": "run -c a.yaml",
+    "ajet --conf a#b.yaml": "run -c 'a#b.yaml'",
+    "ajet --conf 'a # b;c.yaml'": "run -c 'a # b;c.yaml'",
+    'ajet --conf "a # it\'s > b.yaml"': """run -c 'a # it'"'"'s > b.yaml'""",
+    "ajet --conf a\\ b.yaml": "run -c 'a b.yaml'",
+    "ajet --conf $(pwd)/a.yaml": "run -c '$(pwd)/a.yaml'",
+}
+
+
+@pytest.mark.parametrize("text", SHELL)
+def test_words_are_those_of_a_shell(text: str) -> None:
+    found = translated(text)
+    assert lines_of(found) == SHELL[text]
+    assert {row.place for row in found.rows} <= {"--conf", "--backbone", ""}
+
+
 @pytest.mark.parametrize("option", WITHOUT)
 def test_an_option_without_effect_has_its_reason(option: str) -> None:
     found = translated(f"ajet --conf a {option} --backbone debug")
