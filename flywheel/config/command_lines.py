@@ -141,7 +141,8 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     if command:
         found.append((place, "ppo" if command == "train ppo" else "command", command))
     for key, value in assumed.items():
-        if key not in given and not (key == "base-model" and "sft-model" in given):
+        # A base model is that of the adapter, or of the file, where one is named.
+        if key not in given and not (key == "base-model" and {"sft-model", "config"} & given.keys()):
             found.append(("" if value else f"--{key}", key, value))
     of_class = [*_of_class(command, found)] if "output" in assumed else []
     places = [row.place for row in of_class]

@@ -36,6 +36,7 @@ LINES = {
     "sage-dev agent train rl --sft-model s --data d --output o": "train dpo --sft-model s --data d --output o",
     "sage-dev agent train sft --data d --output o":
         "train sft --base-model Qwen/Qwen2.5-7B-Instruct --data d --output o",
+    "sage-dev agent train sft --config y.yaml --data d --output o": "train sft -c y.yaml --data d --output o",
     "sage-dev agent evaluate --model ./dpo --benchmark b.jsonl --metrics tool_accuracy,plan_success,efficiency":
         "evaluate --model ./dpo --benchmark b.jsonl --metrics tool_accuracy,plan_success,efficiency",
 }  # fmt: skip
@@ -84,7 +85,8 @@ def test_a_command_line_becomes_flywheels(text: str) -> None:
     found = translated(text)
     assert (lines_of(found), found.refused) == (LINES[text], [])
     assert not [row for row in found.rows if "nothing like it" in row.why]
-    assert found.file == (Path(shlex.split(LINES[text])[-1]) if found.page == "agentjet" else None)
+    words = shlex.split(LINES[text])
+    assert found.file == (Path(words[words.index("-c") + 1]) if "-c" in words else None)
     assert found.program == ("SAGE" if "sage" in text else "ASTuner" if "astuner" in text else "AgentJet")
 
 
