@@ -148,7 +148,7 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     places = [row.place for row in of_class]
     rows = [_filled(row) for row in table.rows(each for each in found if each[0] not in places)]
     made = {row.use: row.made for row in rows if row.use}
-    file = made.get("-c")
+    file = next((row.made for row in rows if row.use == "-c" and row.sets), None)
     if settings is not None and file is not None:
         made["-c"] = settings
     options = [str(each) for use in made if use != COMMAND for each in (use, made[use])]

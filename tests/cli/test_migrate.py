@@ -390,6 +390,9 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
     assert ran.json["commands"] == ["flywheel round --debug -c made/flywheel.yaml"]
     assert {"--conf", "--backbone", "ajet.model.path"} <= {row["place"] for row in ran.json["rows"]}
     assert ran.json["written"] == ["made/flywheel.yaml"]
+    for text in ("ajet --backbone debug", "ajet --kill='python|ray|vllm'"):
+        ran = flywheel("migrate", text, "--output", "none")
+        assert (ran.code, "`--conf` is missing. Fill in FILE." in ran.out, ran.err) == (1, True, ""), text
     ran = flywheel("migrate", "ajet --conf a.yaml --swarm-server", "--output", "other")
     assert (ran.code, (tmp_path / "other").exists()) == (1, False), ran.out
     for given, said in (("nothing.yaml", "there is no such file"), ("ls -l", "cannot")):

@@ -43,6 +43,11 @@ LINES = {
 REFUSED = {
     "ajet --backbone debug": ("`--conf` is missing. Fill in FILE.", "round --debug -c FILE"),
     "ajet --conf": ("`--conf` is missing. Fill in FILE.", "run -c FILE"),
+    "ajet --kill='python|ray|vllm'": ("`--conf` is missing. Fill in FILE.", "run -c FILE"),
+    "sage-dev agent train sft --data d --output o --config": (
+        "`--config` is missing. Fill in FILE.",
+        "train sft -c FILE --data d --output o",
+    ),
     "ajet --conf a --swarm-server": ("`--swarm-server` is for agents that run elsewhere. Write", "run -c a"),
     "ajet --conf a --backbonne debug": (
         "unknown key `--backbonne` (did you mean `backbone`?). Correct it",
@@ -95,6 +100,7 @@ def test_what_is_refused_or_missing_has_its_reason_and_a_line_to_fill_in(text: s
     found, (said, line) = translated(text), REFUSED[text]
     assert f"{found.refused[0].why}. {found.refused[0].hint}".startswith(said)
     assert lines_of(found) == line
+    assert found.file == (Path("a") if "--conf a" in text else None)
 
 
 SHELL = {
