@@ -8,6 +8,7 @@ the root, as those of `TrainingPipelineConfig` do. They become stages of a round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -226,17 +227,22 @@ def _warmup_steps(values: Values) -> Any:
 def _rubric(values: Values) -> Any:
     """The name of the rubric, if its numbers can be used."""
     for name, possible in _parts().items():
-        given, sign = values.get(f"reward_config.{name}", {}), 1 if name == "weights" else -1
+        given, sign, without = values.get(f"reward_config.{name}", {}), 1, ""
+        if name == "penalties":
+            sign, without = -1, NO_PART
         if not isinstance(given, Mapping):
             return Refusal(f"`{name}` is no mapping", "Correct it.")
         for part, number in given.items():
-            if part not in possible and part != NO_PART:
+            if part not in possible and part != without:
                 return Refusal(f"there is no {part}", f"These can have a number: {', '.join(possible)}.")
-            if type(number) not in (int, float) or number * sign < 0:
+            if type(number) not in (int, float) or not 0 <= number * sign < math.inf:
                 return Refusal(f"{part} is {number}", "A weight is a number from 0 on, a penalty one up to 0.")
     total = sum(values.get("reward_config.weights", {}).values()) or 1
     if abs(total - 1) > SMALL:
         return Refusal(f"`weights` add up to {total:g}", "Let them add up to 1: a score is divided by their sum.")
+    seconds = values.get("reward_config.timeout_seconds", 1)
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        return Refusal(f"{seconds} is no number of seconds above 0", "Correct it.")
     return RUBRIC
 
 
@@ -298,7 +304,7 @@ def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
         if numbers.get(each["id"], True)
     ]
     for each in made["criteria"]:
-        if each["id"] == "timeout" and given.get("timeout_seconds"):
+        if each["id"] == "timeout" and given.get("timeout_seconds") is not None:
             each["value"] = given["timeout_seconds"]
     return {RUBRIC: made}
 
@@ -362,6 +368,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
         section, option = key.rpartition(".")[0], key.replace("rl_config", rl)
         key = option if option in SAGE.names else key  # noqa: PLW2901
         use = SAGE.uses.get(key, "")
+        if key == "reward_config.penalties" and isinstance(value, Mapping) and NO_PART in value:
+            why = "a call of a tool that does not exist is a `format_error`"
+            unused.append(Row(f"{place}.{NO_PART}", value[NO_PART], "without effect", why=why))
         if STAGE_OF.get(section, rl) != rl or section == "rl_config.ppo_config":
             why = f"{STAGE_OF[section]} is not the stage that is trained"
             unused.append(Row(place.rpartition(".")[0], None, "without effect", why=why))

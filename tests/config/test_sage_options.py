@@ -315,10 +315,27 @@ def test_a_pipeline_is_the_stages_of_a_round(raw: dict[str, Any], stages: list[A
         ),
         ({"reward_config": {"penalties": [1]}}, "`penalties` is no mapping. Correct"),
         ({"reward_config": {"weights": {"efficiency": True}}}, "efficiency is True. A weight is a number"),
+        ({"reward_config": {"weights": {"efficiency": float("nan")}}}, "efficiency is nan. A weight is a number"),
+        ({"reward_config": {"penalties": {"timeout": -float("inf")}}}, "timeout is -inf. A weight is a number"),
+        ({"reward_config": {"weights": {"hallucination": 1}}}, "there is no hallucination. These can have a number"),
     ],
 )
 def test_what_a_file_leaves_open_or_contradicts_is_refused(raw: dict[str, Any], complaint: str) -> None:
     assert re.search(complaint, refusal(raw))
+
+
+@pytest.mark.parametrize("value", [-5, 0, float("inf"), float("nan"), True, "60", "", [60]], ids=str)
+def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
+    message = refusal({"reward_config": {"timeout_seconds": value}})
+    assert f"`reward_config.timeout_seconds`: {value} is no number of seconds above 0. Correct it" in message
+
+
+def test_a_penalty_that_another_one_has_is_a_row_of_its_own() -> None:
+    found = rows({"reward_config": {"penalties": {"wrong_tool": -0.3, "hallucination": -0.4}}})
+    (row,) = found["reward_config.penalties.hallucination"]
+    assert (row.value, row.outcome) == (-0.4, "without effect")
+    assert row.why == "a call of a tool that does not exist is a `format_error`"
+    assert found["reward_config.penalties"][0].use == "filter.rubric"
 
 
 def test_all_refused_options_are_named_in_one_error() -> None:
