@@ -9,7 +9,7 @@ the root, as those of `TrainingPipelineConfig` do. They become stages of a round
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import yaml
@@ -383,7 +383,12 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     if all(section in raw for section in PRESETS):
         why = f"`{'` and `'.join(PRESETS)}` are two presets, and a configuration is one"
         yield Row(PRESETS[1], raw[PRESETS[1]], "refused", why=why, hint="Remove one of them.")
-    for row in SAGE.rows(left, {"stages": stages}):
-        yield row
-        if row.use == "training.lora.r" and isinstance(row.made, int) and row.made > SERVED and not has(raw, RANK):
-            yield row._replace(outcome="replaced by", use=RANK)
+    yield from (rows := SAGE.rows(left, {"stages": stages}))
+    yield from served(rows, raw)
+
+
+def served(rows: Iterable[Row], own: Mapping[str, Any]) -> list[Row]:
+    """The row that lets the server take adapters of the rank in `rows`, where Flywheel's `own` settings do not say
+    what it takes."""
+    ranks = [row for row in rows if row.use == "training.lora.r" and isinstance(row.made, int) and row.made > SERVED]
+    return [row._replace(outcome="replaced by", use=RANK) for row in ranks if not has(own, RANK)]
