@@ -237,7 +237,7 @@ def _rubric(values: Values) -> Any:
                 return Refusal(f"there is no {part}", f"These can have a number: {', '.join(possible)}.")
             if type(number) not in (int, float) or not 0 <= number * sign < math.inf:
                 return Refusal(f"{part} is {number}", "A weight is a number from 0 on, a penalty one up to 0.")
-    total = sum(values.get("reward_config.weights", {}).values()) or 1
+    total = sum(values.get("reward_config.weights", {"every": 1}).values())
     if abs(total - 1) > SMALL:
         return Refusal(f"`weights` add up to {total:g}", "Let them add up to 1: a score is divided by their sum.")
     seconds = values.get("reward_config.timeout_seconds", 1)

@@ -309,6 +309,7 @@ def test_a_pipeline_is_the_stages_of_a_round(raw: dict[str, Any], stages: list[A
         ({"sft_config": [1]}, "`sft_config` is a list, not a mapping"),
         ({"reward_config": {"weights": {"tool_use": 1}}}, "there is no tool_use. These can have a number: task_comp"),
         ({"reward_config": {"weights": {"task_completion": 0.5}}}, "`weights` add up to 0.5. Let them add up to 1"),
+        ({"reward_config": {"weights": {"task_completion": 0}}}, "`weights` add up to 0. Let them add up to 1"),
         (
             {"reward_config": {"penalties": {"timeout": 0.5}}},
             "timeout is 0.5. A weight is a number from 0 on, a penalty one up to 0",
