@@ -21,7 +21,8 @@ from flywheel.config import agentjet
 from flywheel.config.file import Config, parse
 from flywheel.config.foreign import Row, fit_engines, variable_of
 from flywheel.config.interpolation import values_of
-from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
+from flywheel.config.sage import ROOTS
+from flywheel.config.section import GivenSetting, has, leaves, merged, put, value_at
 from flywheel.config.translation import Translation, translate
 from flywheel.config.trinity import EPOCHS, TRINITY
 from flywheel.errors import ConfigError, ExportError
@@ -44,6 +45,7 @@ CLASSES: Final[Mapping[str, str]] = {
     "TrainingPipelineConfig": "",
 }
 """SAGE's classes of options, and where a YAML file has these."""
+BACKBONE_COUNTS: Final = "`--backbone` counts"
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
 PROGRAM: Final = '''"""A round of a Trinity-RFT file: `python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]`."""
@@ -93,19 +95,23 @@ class Migration:
     files: Mapping[str, str]
 
 
-def migrated(file: Path, folder: Path) -> Migration:
-    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. Raises
-    ConfigError."""
+def migrated(file: Path, folder: Path, *, backbone: bool = False) -> Migration:
+    """Translate a file, for a folder that is to get Flywheel's; both are absolute. With `backbone`, the one of AgentJet's
+    command line, that of the file does not count. Nothing is written. Raises ConfigError."""
     attempted, document = f"migrate {file}", None
     if file.suffix == ".py":
         raw: Any = _of_python(file, attempted)
     else:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
+    places = [place for root in ROOTS if has(raw, place := f"{root}.backbone")] if backbone else []
+    over = [Row(place, value_at(raw, place), "without effect", why=BACKBONE_COUNTS) for place in places]
+    for place in places:
+        raw = GivenSetting(place, None).put_into(raw)
     if not isinstance(raw, Mapping) or not (found := translate(raw, file)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
-    rows = [_known(row) for row in found.rows]
+    rows = [*map(_known, found.rows), *over]
     refused = [row for row in rows if row.outcome == "refused"]
     if is_unfinished := [(row.use, row.value) for row in refused] == [("model.base", None)]:
         raw = merged(raw, {"model": {"base": TO_FILL_IN}})

@@ -400,6 +400,25 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
         assert (ran.code, said in ran.err) == (78, True)
 
 
+@pytest.mark.parametrize("root", ["ajet", "astuner"])
+def test_the_backbone_of_a_command_line_counts(root: str, flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(root, backbone="verl"))
+    ran = flywheel("migrate", f"{root} --conf a.yaml --backbone debug", "--json")
+    (row,) = [row for row in ran.json["rows"] if row["place"] == f"{root}.backbone"]
+    assert (ran.code, row["value"], row["why"]) == (0, "verl", "`--backbone` counts")
+    (line,) = ran.json["commands"]
+    assert line == f"flywheel round --debug -c a.yaml --set {root}.backbone=null"
+    assert flywheel("config", "show", *line.split()[3:]).code == 0
+    ran = flywheel("migrate", f"{root} --conf a.yaml --backbone verl", "--output", "made", "--json")
+    assert (ran.code, ran.json["commands"]) == (0, ["flywheel run -c made/flywheel.yaml"])
+    assert flywheel("config", "show", "-c", "made/flywheel.yaml").code == 0
+    ran = flywheel("migrate", f"{root} --conf a.yaml", "--json")
+    assert (ran.code, [row["place"] for row in ran.json["rows"] if row["outcome"] == "refused"]) == (
+        1,
+        [f"{root}.backbone"],
+    )
+
+
 def test_flywheels_own_file_is_refused(flywheel: Run, tmp_path: Path) -> None:
     write_yaml(tmp_path / "own.yaml", {"sources": [], "training": {"steps": 3}})
     ran = flywheel("migrate", "own.yaml")
