@@ -96,8 +96,8 @@ class Migration:
 
 
 def migrated(file: Path, folder: Path, *, backbone: bool = False) -> Migration:
-    """Translate a file, for a folder that is to get Flywheel's; both are absolute. With `backbone`, the one of AgentJet's
-    command line, that of the file does not count. Nothing is written. Raises ConfigError."""
+    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. The file's
+    `backbone` does not count with the `backbone` of AgentJet's command line. Raises ConfigError."""
     attempted, document = f"migrate {file}", None
     if file.suffix == ".py":
         raw: Any = _of_python(file, attempted)

@@ -400,6 +400,18 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
         assert (ran.code, said in ran.err) == (78, True)
 
 
+def test_a_command_line_with_a_file_of_trinity_is_its_program(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"algorithm_type": "grpo"}, "model": {"model_path": "m"}})
+    ran = flywheel("migrate", "ajet --conf t.yaml", "--output", "my tuner", "--json")
+    assert (ran.code, ran.json["written"]) == (0, ["my tuner/tune.py"])
+    assert ran.json["commands"] == ["python 'my tuner/tune.py' WORKFLOW.py:FUNCTION"]
+    ran = flywheel("migrate", "ajet --conf t.yaml", "--json")
+    assert ran.json["commands"] == [
+        "flywheel migrate t.yaml --output DIR",
+        "python DIR/tune.py WORKFLOW.py:FUNCTION",
+    ]
+
+
 @pytest.mark.parametrize("root", ["ajet", "astuner"])
 def test_the_backbone_of_a_command_line_counts(root: str, flywheel: Run, tmp_path: Path) -> None:
     write_yaml(tmp_path / "a.yaml", of_agentjet(root, backbone="verl"))
