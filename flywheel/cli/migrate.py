@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -37,14 +38,16 @@ def migrate(
     The exit code is 1 if a setting is refused or missing.
     """
     from flywheel.config.command_lines import translated
+    from flywheel.config.translation import TUNER
     from flywheel.daemon.forecast import forecast_of_sources
-    from flywheel.daemon.migration import SETTINGS, migrated, write
+    from flywheel.daemon.migration import BACKBONE_COUNTS, SCRIPT, SETTINGS, migrated, write
 
     line = None
     if " " in given.strip() and not os.path.exists(given):  # noqa: PTH110 - False for what no file's name can be
         line = translated(given, None if output is None else output / SETTINGS)
     file = Path(given) if line is None else line.file
-    made = None if file is None else migrated(absolute(file), absolute(output or Path()))
+    backbone = line is not None and any(row.place == "--backbone" for row in line.rows)
+    made = None if file is None else migrated(absolute(file), absolute(output or Path()), backbone=backbone)
     rows = [*(line.rows if line else ()), *(made.rows if made else ())]
     refused = [row for row in rows if row.outcome == "refused"]
     is_written = made and made.files and not (line and line.refused)
@@ -56,6 +59,12 @@ def migrate(
         if made.config is not None:
             expected, unread = run_async(forecast_of_sources(made.config))
     commands = line.lines if line else []
+    if commands and made is not None and made.program == TUNER:
+        commands = [] if output else [f"flywheel migrate {shlex.quote(str(file))} --output DIR"]
+        commands.append(f"python {shlex.quote(str((output or Path('DIR')) / SCRIPT))} WORKFLOW.py:FUNCTION")
+    elif made is not None and output is None:
+        over = [f" --set {row.place}=null" for row in made.rows if row.why == BACKBONE_COUNTS]
+        commands = ["".join([each, *over]) for each in commands]
     if as_json:
         print_json(
             {

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from typing import Any, Final
 import yaml
 
 from flywheel.config.foreign import SECTIONS, Row, Table, Without
-from flywheel.config.sage import ESTIMATOR, ROOTS
+from flywheel.config.sage import ESTIMATOR, ROOTS, served
 from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.system.files import tidied
@@ -87,6 +87,9 @@ USED: Final[Mapping[str, str]] = {
     "trainer_common.optim.lr": "training.learning_rate",
     "trainer_common.use_kl_loss trainer_common.kl_loss_coef": "training.beta",
     "trainer_common.save_freq": "training.save_steps",
+    "lora.lora_rank": "training.lora.r",
+    "lora.lora_alpha": "training.lora.alpha",
+    "lora.target_modules": "training.lora.target_modules",
     LOGGER: "tracking.report_to",
     "rollout.temperature": "rollout.temperature",
     "rollout.n_vllm_engine": "rollout.engines",
@@ -147,6 +150,9 @@ UNUSED: Final[Mapping[str, str]] = {
         "a round uses the GPUs of this machine, or of the cluster in `ray.address`",
     "trainer_common trainer_common.kl_loss_type trainer_common.mini_batch_num":
         "TRL trains an adapter, its KL term is always the same, and a step has one batch",
+    "lora.load_format lora.layered_summon":
+        "engines load the base model from its checkpoint, and each adapter from its file",
+    "lora": "`training.lora` has what a new adapter is, and a round goes on from the deployed one",
     "enable_experimental_interchange_server interchange_server":
         "each rollout has an OpenAI API of its own in any case",
     "task_runner": "workflows run in processes of their own, at most `rollout.agent_timeout_seconds`",
@@ -171,6 +177,7 @@ trainer_common: {
   total_epochs: 50, total_training_steps: null, nnodes: 1, n_gpus_per_node: 8, mini_batch_num: 1,
   fsdp_config: {param_offload: true, optimizer_offload: true}, kl_loss_type: low_var_kl,
   ulysses_sequence_parallel_size: 1, checkpoint_base_dir: ./saved_checkpoints, save_trajectory_as_json_file: false}
+lora: {lora_rank: 0, lora_alpha: 16, target_modules: all-linear, load_format: auto}
 debug: {
   debug_first_n_tasks: 2, debug_max_parallel: 4, debug_vllm_port: 18000, debug_vllm_seed: 12345,
   debug_tensor_parallel_size: 4}
@@ -233,6 +240,14 @@ def _save_steps(values: Mapping[str, Any]) -> Any:
     return every if isinstance(every, int) and every > 0 else Without("it is not above 0")
 
 
+def _of_lora(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """An option of adapters, which AgentJet has from rank 1 on."""
+    without = Without(
+        "it trains all weights without a `lora_rank`, and a round an adapter, as `training.lora` has it"
+    )
+    return lambda values: values[f"lora.{name}"] if values.get("lora.lora_rank") else without
+
+
 def _trackers(values: Mapping[str, Any]) -> list[str]:
     """Those that are installed: usual files name SwanLab, also those of people who do not have it."""
     packages = {each: TRACKER_PACKAGES.get(each) for each in _list(values[LOGGER]) if isinstance(each, str)}
@@ -248,6 +263,9 @@ AGENTJET: Final = Table(
         "training.beta": _beta,
         "training.save_steps": _save_steps,
         "tracking.report_to": _trackers,
+        "training.lora.r": _of_lora("lora_rank"),
+        "training.lora.alpha": _of_lora("lora_alpha"),
+        "training.lora.target_modules": _of_lora("target_modules"),
     },
     only={
         "trainer_common.algorithm.use_kl_in_reward": ((False,), "the KL term is part of the loss: `training.beta`"),
@@ -282,6 +300,7 @@ def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
             left = (each for each in _list(value) if each not in used)
             rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
     rows += AGENTJET.rows(found)
+    rows += served(rows, own)
     made = {row.use: row for row in rows}
     rows = [row for row in rows if row.place or made[row.use] is row]
     return [*rows, *_program(raw, own, made), *_missing(raw, own, made)]

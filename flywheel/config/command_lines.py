@@ -66,8 +66,12 @@ ASSUMED: Final[Mapping[str, Mapping[str, str]]] = {
 DATA_SET: Final = re.compile(r"[\w-]+:\w+")
 """A name and a split, as SAGE's registry of data has them."""
 PROGRAM: Final = re.compile(r"(.*/)?(ajet|astuner|launcher\.py|sage-dev)|(ajet|astuner)(\.cli)?\.launcher")
-REST: Final = re.compile(r"\d?[<>|&;].*")
-"""A word of a shell with which a command ends, or its options."""
+SIGNS: Final = ";<>|&\n"
+"""The characters of a shell that end a command, or send its output to a file."""
+NO_WORD: Final = re.compile(
+    rf"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<![^\s{SIGNS}])(?:\#[^\n]*|\d+(?=[<>]))""", re.DOTALL
+)
+"""A comment, or the number of an output before `>`. The group has what is in quotes, where neither is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,16 @@ def translated(text: str, settings: Path | None = None) -> Translated:
     names the file `settings`, if it is given, in place of the other program's configuration. Raises ConfigError for
     what is no command line of these programs."""
     attempted, hint = "translate a command line", "Write one as for a shell."
+    lexer = shlex.shlex(NO_WORD.sub(r"\1", text.replace("\\\n", " ")), posix=True, punctuation_chars=SIGNS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
-        words = shlex.split(text.replace("\\\n", " ").replace("\n", " ; "))
+        words = [*lexer]
     except ValueError as error:
         raise ConfigError(attempted, str(error), hint) from None
-    parts = [[*part] for _, part in groupby(words, lambda word: bool(REST.fullmatch(word)))]
+    # Neither is what is read from a file or written to one, with the name of the file.
+    to_file = [set(word) <= {*SIGNS} and not {*"<>"}.isdisjoint(word) for word in ["", *words]]
+    words = [word for at, word in enumerate(words) if not any(to_file[at : at + 2])]
+    parts = [[*part] for _, part in groupby(words, lambda word: bool(word) and set(word) <= {*SIGNS})]
     found = [part[at:] for part in parts for at, word in enumerate(part) if PROGRAM.fullmatch(word)]
     if len(found) != 1:
         why = f"its programs are {len(found)} of ajet, astuner, launcher.py and sage-dev, not one"
@@ -132,13 +141,14 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     if command:
         found.append((place, "ppo" if command == "train ppo" else "command", command))
     for key, value in assumed.items():
-        if key not in given and not (key == "base-model" and "sft-model" in given):
+        # A base model is that of the adapter, or of the file, where one is named.
+        if key not in given and not (key == "base-model" and {"sft-model", "config"} & given.keys()):
             found.append(("" if value else f"--{key}", key, value))
     of_class = [*_of_class(command, found)] if "output" in assumed else []
     places = [row.place for row in of_class]
     rows = [_filled(row) for row in table.rows(each for each in found if each[0] not in places)]
     made = {row.use: row.made for row in rows if row.use}
-    file = made.get("-c")
+    file = next((row.made for row in rows if row.use == "-c" and row.sets), None)
     if settings is not None and file is not None:
         made["-c"] = settings
     options = [str(each) for use in made if use != COMMAND for each in (use, made[use])]

@@ -8,7 +8,8 @@ the root, as those of `TrainingPipelineConfig` do. They become stages of a round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import yaml
@@ -226,17 +227,22 @@ def _warmup_steps(values: Values) -> Any:
 def _rubric(values: Values) -> Any:
     """The name of the rubric, if its numbers can be used."""
     for name, possible in _parts().items():
-        given, sign = values.get(f"reward_config.{name}", {}), 1 if name == "weights" else -1
+        given, sign, without = values.get(f"reward_config.{name}", {}), 1, ""
+        if name == "penalties":
+            sign, without = -1, NO_PART
         if not isinstance(given, Mapping):
             return Refusal(f"`{name}` is no mapping", "Correct it.")
         for part, number in given.items():
-            if part not in possible and part != NO_PART:
+            if part not in possible and part != without:
                 return Refusal(f"there is no {part}", f"These can have a number: {', '.join(possible)}.")
-            if type(number) not in (int, float) or number * sign < 0:
+            if type(number) not in (int, float) or not 0 <= number * sign < math.inf:
                 return Refusal(f"{part} is {number}", "A weight is a number from 0 on, a penalty one up to 0.")
-    total = sum(values.get("reward_config.weights", {}).values()) or 1
+    total = sum(values.get("reward_config.weights", {"every": 1}).values())
     if abs(total - 1) > SMALL:
         return Refusal(f"`weights` add up to {total:g}", "Let them add up to 1: a score is divided by their sum.")
+    seconds = values.get("reward_config.timeout_seconds", 1)
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        return Refusal(f"{seconds} is no number of seconds above 0", "Correct it.")
     return RUBRIC
 
 
@@ -298,7 +304,7 @@ def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
         if numbers.get(each["id"], True)
     ]
     for each in made["criteria"]:
-        if each["id"] == "timeout" and given.get("timeout_seconds"):
+        if each["id"] == "timeout" and given.get("timeout_seconds") is not None:
             each["value"] = given["timeout_seconds"]
     return {RUBRIC: made}
 
@@ -341,8 +347,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     given, own = {key: value for _, key, value in found}, value_at(raw, "training.stages")
     last = {key: place for place, key, _ in found}
     sections = [section for section in STAGE_OF if any(key.startswith(f"{section}.") for key in given)]
-    is_pipeline = any(f"run_{name}" in given for name in ("warmup", "sft", "rl"))
-    has_sft, has_rl = (any(key.startswith(f"{of}_config.") for key in given) for of in ("sft", "rl"))
+    is_pipeline = any(key.startswith("run_") for key in given)
+    classes = [key.partition(".")[0] for key in given] + [key for key in raw if raw[key] == {}]
+    has_sft, has_rl = "sft_config" in classes, "rl_config" in classes
     # Of RL, SAGE's default is DPO, unless another stage alone has settings.
     implied = STAGE_OF[sections[0]] if len(sections) == 1 else "dpo" if has_rl or is_pipeline else ""
     rl = str(given.get("rl_config.algorithm", implied))
@@ -351,8 +358,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     if isinstance(own, list):
         stages = [next(iter(each), "") if isinstance(each, Mapping) else str(each) for each in own]
         rl = next((each for each in stages if each != "sft"), "")
-    elif "rl_config.algorithm" not in given and not is_pipeline and stages:
-        place = next(each[0] for each in found if each[1].startswith(f"{'rl' if has_rl else 'sft'}_config."))
+    elif stages and given.keys().isdisjoint(("rl_config.algorithm", "run_warmup", "run_sft", "run_rl")):
+        of = "rl_config" if has_rl else "sft_config" if has_sft else ""
+        place = next((each[0] for each in found if each[1].startswith(f"{of}.")), of)
         name = "rl_config.algorithm" if rl == "ppo" else "class"
         found.append((place.rpartition(".")[0] or place, name, rl or "sft"))
     left, unused = list[tuple[str, str, Any]](), list[Row]()
@@ -360,6 +368,9 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
         section, option = key.rpartition(".")[0], key.replace("rl_config", rl)
         key = option if option in SAGE.names else key  # noqa: PLW2901
         use = SAGE.uses.get(key, "")
+        if key == "reward_config.penalties" and isinstance(value, Mapping) and NO_PART in value:
+            why = "a call of a tool that does not exist is a `format_error`"
+            unused.append(Row(f"{place}.{NO_PART}", value[NO_PART], "without effect", why=why))
         if STAGE_OF.get(section, rl) != rl or section == "rl_config.ppo_config":
             why = f"{STAGE_OF[section]} is not the stage that is trained"
             unused.append(Row(place.rpartition(".")[0], None, "without effect", why=why))
@@ -372,7 +383,12 @@ def _rows(found: list[tuple[str, str, Any]], raw: Mapping[str, Any]) -> Iterator
     if all(section in raw for section in PRESETS):
         why = f"`{'` and `'.join(PRESETS)}` are two presets, and a configuration is one"
         yield Row(PRESETS[1], raw[PRESETS[1]], "refused", why=why, hint="Remove one of them.")
-    for row in SAGE.rows(left, {"stages": stages}):
-        yield row
-        if row.use == "training.lora.r" and isinstance(row.made, int) and row.made > SERVED and not has(raw, RANK):
-            yield row._replace(outcome="replaced by", use=RANK)
+    yield from (rows := SAGE.rows(left, {"stages": stages}))
+    yield from served(rows, raw)
+
+
+def served(rows: Iterable[Row], own: Mapping[str, Any]) -> list[Row]:
+    """The row that lets the server take adapters of the rank in `rows`, where Flywheel's `own` settings do not say
+    what it takes."""
+    ranks = [row for row in rows if row.use == "training.lora.r" and isinstance(row.made, int) and row.made > SERVED]
+    return [row._replace(outcome="replaced by", use=RANK) for row in ranks if not has(own, RANK)]

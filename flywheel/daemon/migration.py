@@ -21,8 +21,8 @@ from flywheel.config import agentjet
 from flywheel.config.file import Config, numbered, parse
 from flywheel.config.foreign import Row, variable_of
 from flywheel.config.interpolation import values_of
-from flywheel.config.sage import SAGE
-from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
+from flywheel.config.sage import ROOTS, SAGE
+from flywheel.config.section import GivenSetting, has, leaves, merged, put, value_at
 from flywheel.config.translation import Translation, translate
 from flywheel.config.trinity import EPOCHS, TRINITY
 from flywheel.errors import ConfigError, ExportError
@@ -48,6 +48,7 @@ CLASSES: Final[Mapping[str, str]] = {
 WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting that may be a secret: whoever knows the address can send to it."""
 VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*(\w+)")
+BACKBONE_COUNTS: Final = "`--backbone` counts"
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
 PROGRAM: Final = '''"""A round of a Trinity-RFT file: `python tune.py WORKFLOW.py:FUNCTION [JUDGE.py:FUNCTION]`."""
@@ -97,15 +98,19 @@ class Migration:
     files: Mapping[str, str]
 
 
-def migrated(file: Path, folder: Path) -> Migration:
-    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. Raises
-    ConfigError."""
+def migrated(file: Path, folder: Path, *, backbone: bool = False) -> Migration:
+    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. The file's
+    `backbone` does not count with the `backbone` of AgentJet's command line. Raises ConfigError."""
     attempted, document = f"migrate {file}", None
     if file.suffix == ".py":
         raw: Any = _of_python(file, attempted)
     else:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
+    replaced = [place for root in ROOTS if has(raw, place := f"{root}.backbone")] if backbone else []
+    over = [Row(place, value_at(raw, place), "without effect", why=BACKBONE_COUNTS) for place in replaced]
+    for place in replaced:
+        raw = GivenSetting(place, None).put_into(raw)
     if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
@@ -113,7 +118,7 @@ def migrated(file: Path, folder: Path) -> Migration:
     places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
     secret = {row.place: row for row in _secrets(found.settings, written, places)}
     rows = [_as_written(_known(row), written) for row in found.rows if row.place not in secret]
-    rows += secret.values()
+    rows += [*secret.values(), *over]
     refused = [row for row in rows if row.outcome == "refused"]
     if found.page == TRINITY.page:
         missing = [row.use for row in refused if row.value is None]
@@ -167,6 +172,8 @@ def _of_python(file: Path, attempted: str) -> dict[str, Any]:
         why = f"line {changed.lineno}: `{text}` changes an option after its call, and Python files are not run"
         raise ConfigError(attempted, why, "Write the value into the call, and remove the line.")
     made = dict[str, Any]()
+    # A class is there without options, too; the one of the pipeline runs SFT unless it says otherwise.
+    made |= {CLASSES[name].removesuffix(".") or "run_sft": {} if CLASSES[name] else True for name, _ in calls}
     for key, value in found:
         put(made, key, value)
     return made

@@ -313,6 +313,22 @@ def test_a_python_file_is_parsed_and_never_run(flywheel: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ('sft_config=AgentSFTConfig(), rl_config=RLTrainingConfig(algorithm="dpo")', ["sft", "dpo"]),
+        ('rl_config=RLTrainingConfig(algorithm="grpo")', ["sft", "grpo"]),
+        ('run_sft=False, sft_config=AgentSFTConfig(), rl_config=RLTrainingConfig(algorithm="dpo")', ["dpo"]),
+        ("sft_config=AgentSFTConfig(), run_rl=False", ["sft"]),
+        ("", ["sft", "dpo"]),
+    ],
+)
+def test_a_class_without_options_is_a_stage_all_the_same(options: str, stages: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"TrainingPipelineConfig({options})")
+    write(migrated(tmp_path / "a.py", tmp_path / "made").files, tmp_path / "made")
+    assert load(tmp_path / "made" / "flywheel.yaml").training.stages == stages
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "x = 1",
@@ -404,11 +420,45 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
     assert ran.json["commands"] == ["flywheel round --debug -c made/flywheel.yaml"]
     assert {"--conf", "--backbone", "ajet.model.path"} <= {row["place"] for row in ran.json["rows"]}
     assert ran.json["written"] == ["made/flywheel.yaml"]
+    for text in ("ajet --backbone debug", "ajet --kill='python|ray|vllm'"):
+        ran = flywheel("migrate", text, "--output", "none")
+        assert (ran.code, "`--conf` is missing. Fill in FILE." in ran.out, ran.err) == (1, True, ""), text
     ran = flywheel("migrate", "ajet --conf a.yaml --swarm-server", "--output", "other")
     assert (ran.code, (tmp_path / "other").exists()) == (1, False), ran.out
     for given, said in (("nothing.yaml", "there is no such file"), ("ls -l", "cannot")):
         ran = flywheel("migrate", given)
         assert (ran.code, said in ran.err) == (78, True)
+
+
+def test_a_command_line_with_a_file_of_trinity_is_its_program(flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "t.yaml", {"algorithm": {"algorithm_type": "grpo"}, "model": {"model_path": "m"}})
+    ran = flywheel("migrate", "ajet --conf t.yaml", "--output", "my tuner", "--json")
+    assert (ran.code, ran.json["written"]) == (0, ["my tuner/tune.py"])
+    assert ran.json["commands"] == ["python 'my tuner/tune.py' WORKFLOW.py:FUNCTION"]
+    ran = flywheel("migrate", "ajet --conf t.yaml", "--json")
+    assert ran.json["commands"] == [
+        "flywheel migrate t.yaml --output DIR",
+        "python DIR/tune.py WORKFLOW.py:FUNCTION",
+    ]
+
+
+@pytest.mark.parametrize("root", ["ajet", "astuner"])
+def test_the_backbone_of_a_command_line_counts(root: str, flywheel: Run, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "a.yaml", of_agentjet(root, backbone="verl"))
+    ran = flywheel("migrate", f"{root} --conf a.yaml --backbone debug", "--json")
+    (row,) = [row for row in ran.json["rows"] if row["place"] == f"{root}.backbone"]
+    assert (ran.code, row["value"], row["why"]) == (0, "verl", "`--backbone` counts")
+    (line,) = ran.json["commands"]
+    assert line == f"flywheel round --debug -c a.yaml --set {root}.backbone=null"
+    assert flywheel("config", "show", *line.split()[3:]).code == 0
+    ran = flywheel("migrate", f"{root} --conf a.yaml --backbone verl", "--output", "made", "--json")
+    assert (ran.code, ran.json["commands"]) == (0, ["flywheel run -c made/flywheel.yaml"])
+    assert flywheel("config", "show", "-c", "made/flywheel.yaml").code == 0
+    ran = flywheel("migrate", f"{root} --conf a.yaml", "--json")
+    assert (ran.code, [row["place"] for row in ran.json["rows"] if row["outcome"] == "refused"]) == (
+        1,
+        [f"{root}.backbone"],
+    )
 
 
 def test_flywheels_own_file_is_refused(flywheel: Run, tmp_path: Path) -> None:

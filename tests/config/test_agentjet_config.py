@@ -98,6 +98,17 @@ def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, roo
     assert found == expected
 
 
+def test_an_adapter_is_agentjets_where_it_trains_one() -> None:
+    found = agentjet.rows_of(
+        {"ajet": {"lora": {"lora_rank": 0, "lora_alpha": 8, "load_format": "auto", "other": 1}}}, None
+    )
+    rows = {row.place: row.why for row in found if row.place.startswith("ajet.lora")}
+    assert set(rows) == {f"ajet.lora.{name}" for name in ("lora_rank", "lora_alpha", "load_format", "other")}
+    assert "`training.lora`" in rows["ajet.lora.lora_rank"]
+    assert "`training.lora`" in rows["ajet.lora.other"]
+    assert rows["ajet.lora.lora_alpha"] == rows["ajet.lora.lora_rank"]
+
+
 def translated(settings: dict[str, Any], **own: Any) -> Any:
     raw = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {}, **settings}, **own}
     found = translate(raw, None)

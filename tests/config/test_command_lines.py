@@ -36,12 +36,18 @@ LINES = {
     "sage-dev agent train rl --sft-model s --data d --output o": "train dpo --sft-model s --data d --output o",
     "sage-dev agent train sft --data d --output o":
         "train sft --base-model Qwen/Qwen2.5-7B-Instruct --data d --output o",
+    "sage-dev agent train sft --config y.yaml --data d --output o": "train sft -c y.yaml --data d --output o",
     "sage-dev agent evaluate --model ./dpo --benchmark b.jsonl --metrics tool_accuracy,plan_success,efficiency":
         "evaluate --model ./dpo --benchmark b.jsonl --metrics tool_accuracy,plan_success,efficiency",
 }  # fmt: skip
 REFUSED = {
     "ajet --backbone debug": ("`--conf` is missing. Fill in FILE.", "round --debug -c FILE"),
     "ajet --conf": ("`--conf` is missing. Fill in FILE.", "run -c FILE"),
+    "ajet --kill='python|ray|vllm'": ("`--conf` is missing. Fill in FILE.", "run -c FILE"),
+    "sage-dev agent train sft --data d --output o --config": (
+        "`--config` is missing. Fill in FILE.",
+        "train sft -c FILE --data d --output o",
+    ),
     "ajet --conf a --swarm-server": ("`--swarm-server` is for agents that run elsewhere. Write", "run -c a"),
     "ajet --conf a --backbonne debug": (
         "unknown key `--backbonne` (did you mean `backbone`?). Correct it",
@@ -84,7 +90,8 @@ def test_a_command_line_becomes_flywheels(text: str) -> None:
     found = translated(text)
     assert (lines_of(found), found.refused) == (LINES[text], [])
     assert not [row for row in found.rows if "nothing like it" in row.why]
-    assert found.file == (Path(shlex.split(LINES[text])[-1]) if found.page == "agentjet" else None)
+    words = shlex.split(LINES[text])
+    assert found.file == (Path(words[words.index("-c") + 1]) if "-c" in words else None)
     assert found.program == ("SAGE" if "sage" in text else "ASTuner" if "astuner" in text else "AgentJet")
 
 
@@ -93,6 +100,28 @@ def test_what_is_refused_or_missing_has_its_reason_and_a_line_to_fill_in(text: s
     found, (said, line) = translated(text), REFUSED[text]
     assert f"{found.refused[0].why}. {found.refused[0].hint}".startswith(said)
     assert lines_of(found) == line
+    assert found.file == (Path("a") if "--conf a" in text else None)
+
+
+SHELL = {
+    "ajet --conf a.yaml; echo": "run -c a.yaml",
+    "ajet --conf a.yaml&": "run -c a.yaml",
+    "cd x&&ajet --conf a.yaml>log 2>&1|tee log": "run -c a.yaml",
+    "ajet --backbone debug 2>/dev/null --conf=b.yaml; ls": "round --debug -c b.yaml",
+    "# ajet --kill='python|ray'  (don't forget)\najet --conf a.yaml # --backbone debug\necho done": "run -c a.yaml",
+    "ajet --conf a#b.yaml": "run -c 'a#b.yaml'",
+    "ajet --conf 'a # b;c.yaml'": "run -c 'a # b;c.yaml'",
+    'ajet --conf "a # it\'s > b.yaml"': """run -c 'a # it'"'"'s > b.yaml'""",
+    "ajet --conf a\\ b.yaml": "run -c 'a b.yaml'",
+    "ajet --conf $(pwd)/a.yaml": "run -c '$(pwd)/a.yaml'",
+}
+
+
+@pytest.mark.parametrize("text", SHELL)
+def test_words_are_those_of_a_shell(text: str) -> None:
+    found = translated(text)
+    assert lines_of(found) == SHELL[text]
+    assert {row.place for row in found.rows} <= {"--conf", "--backbone", ""}
 
 
 @pytest.mark.parametrize("option", WITHOUT)

@@ -281,6 +281,15 @@ def test_options_of_rl_are_those_of_the_stage() -> None:
         ({"sft_config": {"num_epochs": 1}, "rl_config": {"learning_rate": 1e-6}}, ["sft", "dpo"]),
         ({"sft_config": {"num_epochs": 1}, "training": {"stages": ["sft", "grpo"]}}, ["sft", "grpo"]),
         ({"warmup": {"enabled": False, "samples": 9}}, ["grpo"]),
+        ({"run_eval": True, "sft_config": {}, "rl_config": {"algorithm": "dpo"}}, ["sft", "dpo"]),
+        ({"run_eval": True, "rl_config": {"algorithm": "dpo"}}, ["sft", "dpo"]),
+        ({"run_eval": False}, ["sft", "dpo"]),
+        ({"sft_config": {}, "rl_config": {"algorithm": "grpo"}}, ["sft", "grpo"]),
+        ({"sft_config": {}, "rl_config": {}}, ["sft", "dpo"]),
+        ({"sft_config": {"num_epochs": 1}, "rl_config": {}}, ["sft", "dpo"]),
+        ({"sft_config": {}}, ["sft"]),
+        ({"rl_config": {}}, ["dpo"]),
+        ({"run_sft": False, "sft_config": {}, "rl_config": {}}, ["dpo"]),
         ({"run_warmup": True}, [{"sft": {"samples": 1000, "epochs": 1}}, "sft", "dpo"]),
         ({"warmup": {"enabled": True, "samples": 9, "focus": ["x"]}}, [{"sft": {"samples": 9, "epochs": 1}}, "grpo"]),
     ],
@@ -300,16 +309,34 @@ def test_a_pipeline_is_the_stages_of_a_round(raw: dict[str, Any], stages: list[A
         ({"sft_config": [1]}, "`sft_config` is a list, not a mapping"),
         ({"reward_config": {"weights": {"tool_use": 1}}}, "there is no tool_use. These can have a number: task_comp"),
         ({"reward_config": {"weights": {"task_completion": 0.5}}}, "`weights` add up to 0.5. Let them add up to 1"),
+        ({"reward_config": {"weights": {"task_completion": 0}}}, "`weights` add up to 0. Let them add up to 1"),
         (
             {"reward_config": {"penalties": {"timeout": 0.5}}},
             "timeout is 0.5. A weight is a number from 0 on, a penalty one up to 0",
         ),
         ({"reward_config": {"penalties": [1]}}, "`penalties` is no mapping. Correct"),
         ({"reward_config": {"weights": {"efficiency": True}}}, "efficiency is True. A weight is a number"),
+        ({"reward_config": {"weights": {"efficiency": float("nan")}}}, "efficiency is nan. A weight is a number"),
+        ({"reward_config": {"penalties": {"timeout": -float("inf")}}}, "timeout is -inf. A weight is a number"),
+        ({"reward_config": {"weights": {"hallucination": 1}}}, "there is no hallucination. These can have a number"),
     ],
 )
 def test_what_a_file_leaves_open_or_contradicts_is_refused(raw: dict[str, Any], complaint: str) -> None:
     assert re.search(complaint, refusal(raw))
+
+
+@pytest.mark.parametrize("value", [-5, 0, float("inf"), float("nan"), True, "60", "", [60]], ids=str)
+def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
+    message = refusal({"reward_config": {"timeout_seconds": value}})
+    assert f"`reward_config.timeout_seconds`: {value} is no number of seconds above 0. Correct it" in message
+
+
+def test_a_penalty_that_another_one_has_is_a_row_of_its_own() -> None:
+    found = rows({"reward_config": {"penalties": {"wrong_tool": -0.3, "hallucination": -0.4}}})
+    (row,) = found["reward_config.penalties.hallucination"]
+    assert (row.value, row.outcome) == (-0.4, "without effect")
+    assert row.why == "a call of a tool that does not exist is a `format_error`"
+    assert found["reward_config.penalties"][0].use == "filter.rubric"
 
 
 def test_all_refused_options_are_named_in_one_error() -> None:
