@@ -431,7 +431,8 @@ def test_a_command_line_is_translated_with_its_file(flywheel: Run, tmp_path: Pat
 
 
 def test_a_command_line_with_a_file_of_trinity_is_its_program(flywheel: Run, tmp_path: Path) -> None:
-    write_yaml(tmp_path / "t.yaml", {"algorithm": {"algorithm_type": "grpo"}, "model": {"model_path": "m"}})
+    taskset = {"explorer_input": {"taskset": {"path": "t.jsonl"}}}
+    write_yaml(tmp_path / "t.yaml", {"buffer": taskset, "model": {"model_path": "m"}})
     ran = flywheel("migrate", "ajet --conf t.yaml", "--output", "my tuner", "--json")
     assert (ran.code, ran.json["written"]) == (0, ["my tuner/tune.py"])
     assert ran.json["commands"] == ["python 'my tuner/tune.py' WORKFLOW.py:FUNCTION"]
