@@ -74,6 +74,7 @@ COMMANDS: dict[str, list[str]] = {
     "web": ["--port 0"],
     "why": ["line-1"],
     "workflow check": ["{file}:f", "--task {file}"],
+    "workflow env": ["--output {folder}", "--requirement {file}"],
 }
 
 

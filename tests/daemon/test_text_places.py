@@ -25,6 +25,7 @@ TEMPORARY: Final = {
     "flywheel/retrieval/encoder.py": "weights",
     "flywheel/retrieval/trained_encoder.py": "weights",
     "flywheel/cli/demo/__init__.py": "the state of a demo, with scripted conversations",
+    "flywheel/daemon/migration.py": "settings of another program, without keys, in the folder where they will be",
 }
 """What uses `tempfile`, and what is in those files."""
 

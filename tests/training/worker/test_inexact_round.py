@@ -11,6 +11,7 @@ from flywheel.config.file import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import GateTest
 from flywheel.training.data.prompts import Asked
+from flywheel.training.worker import round_prompts
 from flywheel.training.worker.round import Round
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
@@ -27,7 +28,8 @@ def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: A
 
     monkeypatch.setattr(whole, "start", lambda: None)
     monkeypatch.setattr(whole.prompts, "to_train", lambda _: train)
-    monkeypatch.setattr(whole.prompts, "as_served", lambda *_: gate)
+    monkeypatch.setattr(whole.prompts, "_encoded", lambda _: ([], {}))
+    monkeypatch.setattr(round_prompts, "asked_as_served", lambda *_, **__: gate)
     return whole
 
 

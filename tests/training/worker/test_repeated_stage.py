@@ -34,7 +34,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     directory = tmp_path_factory.mktemp("repeated") / "r0001"
 
     def in_second_stage() -> bool:
-        return any((directory / "stages" / "2-sft" / "checkpoints").glob("step-*[0-9]"))
+        return any((directory / "stages" / "2-sft" / "checkpoints").glob("step-*.zip"))
 
     with judge.running(complete=Judge()) as url:
         made = planned(url)
