@@ -21,7 +21,6 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import criterion_lines
 from flywheel.errors import EXIT_FAILED
-from flywheel.system.signals import unless_cancelled
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -146,6 +145,7 @@ def _option(argument: str) -> str:
 async def _run(ready: StageRound, *, quiet: bool) -> TuneResult:
     """Run the round. A signal stops its worker. Raises StoppedError and TrainError."""
     from flywheel.cli import progress_bars
+    from flywheel.system.signals import unless_cancelled
 
     left = f"The same command goes on with it; its files are in {ready.directory}."
     async with progress_bars.beside(progress_bars.of_round(ready.directory, quiet=quiet)):
