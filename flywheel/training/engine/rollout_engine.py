@@ -306,18 +306,16 @@ def _step(message: Mapping[str, Any]) -> ChatMessage:
     return step
 
 
-async def _loop_of(calls: Sequence[CallTokens]) -> str:
-    """The loop of a rollout's messages; searched for in a thread, because a long text takes a while."""
-    is_cut = any(call.finish_reason == "length" for call in calls)
-    return await asyncio.to_thread(cut_loop, calls) if is_cut else ""
+async def _loop_of(calls: Iterable[CallTokens]) -> str:
+    """What the first message repeats that loops and was cut off at its limit of tokens; empty if none does. Searched
+    for in a thread, because a long text takes a while."""
+    cut = [call for call in calls if call.finish_reason == "length"]
+    return await asyncio.to_thread(_first_loop, cut) if cut else ""
 
 
-def cut_loop(calls: Iterable[CallTokens]) -> str:
-    """What the first message repeats that loops and was cut off at its limit of tokens; empty if none does. Its
-    reasoning and the arguments of its calls count as well."""
+def _first_loop(calls: Iterable[CallTokens]) -> str:
+    """Reasoning and the arguments of calls count as well."""
     for call in calls:
-        if call.finish_reason != "length":
-            continue
         tools = [get_path(each, "function", "arguments") for each in call.answer.get("tool_calls") or ()]
         texts = [call.answer.get(name) for name in ("reasoning", "reasoning_content", "content")] + tools
         if found := next(filter(None, map(find_loop, map(text_of, texts))), ""):
