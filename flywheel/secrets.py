@@ -30,7 +30,7 @@ URL_USERS: Final = "FLYWHEEL_URLS_SECRET"
 withheld from users' functions."""
 _USER_INFO: Final = re.compile(r"(?P<scheme>https?://)(?P<user>[^/?#\s]+)@(?P<host>[^/?#\s@]*)", re.IGNORECASE)
 _USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
+_ARGUMENT: Final = re.compile(r"\A(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 _MASK: Final = re.compile(r"\*\*\*\d*")
 _IN_TEXT: Final = re.compile(rb"(?<=://)[^/?#\s\"'<>]+(?=@)")
 
