@@ -13,11 +13,11 @@ import psutil
 
 
 @contextmanager
-def running(config: Path) -> Iterator[psutil.Popen]:
-    """`flywheel run` with this configuration; its log is `daemon.log` beside it."""
+def running(config: Path, module: str = "flywheel") -> Iterator[psutil.Popen]:
+    """`flywheel run` with this configuration, of another module that starts it; its log is `daemon.log` beside it."""
     with (config.parent / "daemon.log").open("wb") as log:
         process = psutil.Popen(
-            [sys.executable, "-m", "flywheel", "run", "-c", str(config)],
+            [sys.executable, "-m", module, "run", "-c", str(config)],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -1,15 +1,21 @@
 """A daemon at rest: `python -m benchmarks.idle`.
 
-A real `flywheel run` follows three Studio databases of 200,000 spans each. It ingests them and judges its first tasks
-until its budget of judge tokens is used up. Then nothing happens any more, and the measurement begins:
+A real `flywheel run` follows two Studio databases of 200,000 spans each, with a webhook and an inference server that
+are not there. It ingests them and judges its first tasks until its budget of judge tokens is used up. Then nothing
+happens any more, and the measurement begins:
 
 `rss_mb`: resident memory of the daemon and of any child process that stays, at the end.
 `core_percent`: processor time of the same processes over `seconds`, as percent of one core.
+`threads`, `loop_tasks`: threads, those of watchdog apart, and tasks of the event loop, at the end. `of_sources` of
+them are named after a source.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -21,10 +27,11 @@ import psutil
 import yaml
 
 from benchmarks import daemon, judge_endpoint, measurement
+from benchmarks.counted import FILE
 from benchmarks.databases import Database, cached
 from benchmarks.writer import copy
 
-SOURCES: Final = 3
+SOURCES: Final = 2
 TOKENS_OF_A_CALL: Final = 460
 """What `judge_endpoint` reports for each answer."""
 SETTLE_SECONDS: Final = 45.0
@@ -32,7 +39,7 @@ SETTLE_SECONDS: Final = 45.0
 GIVE_UP_SECONDS: Final = 300.0
 
 
-def write_config(folder: Path, databases: Sequence[Database], judge: str, judged: int) -> Path:
+def write_config(folder: Path, databases: Sequence[Database], judge: str, judged: int, dead: str) -> Path:
     rubric = {
         "id": "benchmark",
         "criteria": [{"id": name, "value": f"The answer is {name}."} for name in judge_endpoint.CRITERIA],
@@ -50,6 +57,8 @@ def write_config(folder: Path, databases: Sequence[Database], judge: str, judged
                     "budget": {"tokens_per_run": judged * TOKENS_OF_A_CALL},
                 },
                 "filter": {"rubric": "rubric.yaml"},
+                "serving": {"urls": [dead]},
+                "notify": [{"url": f"{dead}/events", "on": ["budget_spent"]}],
                 "trigger": {"min_samples": 1_000_000},
             }
         )
@@ -76,7 +85,7 @@ def _verdicts(folder: Path) -> int:
 
 
 def at_rest(process: psutil.Popen, seconds: float) -> dict[str, Any]:
-    """Processor time over `seconds` and resident memory at the end, of the process and its children."""
+    """Processor time over `seconds`, and resident memory at the end, of the process and its children."""
     before = _cpu_seconds(process)
     began = time.monotonic()
     time.sleep(seconds)
@@ -88,8 +97,22 @@ def at_rest(process: psutil.Popen, seconds: float) -> dict[str, Any]:
         "rss_mb": round(rss / 2**20, 1),
         "core_percent": round(100 * spent / took, 3),
         "children": len(children),
-        "threads": process.num_threads(),
         "seconds": round(took, 1),
+    }
+
+
+def counted(process: psutil.Popen, file: Path, paths: Sequence[Path]) -> dict[str, Any]:
+    """What `benchmarks.counted` writes about the process."""
+    process.send_signal(signal.SIGUSR1)
+    daemon.wait_for(process, file.parent, file.exists, "count its threads", GIVE_UP_SECONDS)
+    found = json.loads(file.read_text())
+    named = [*found["threads"], *found["tasks"]]
+    own = sum(not name.startswith("watchdog ") for name in found["threads"])
+    # The system's own threads, such as those of a library in C, have no name here.
+    return {
+        "threads": process.num_threads() - len(found["threads"]) + own,
+        "loop_tasks": len(found["tasks"]),
+        "of_sources": sum(str(path) in name for name in named for path in paths),
     }
 
 
@@ -117,12 +140,18 @@ def main() -> None:
         for seed in range(SOURCES):
             made = cached(kept, spans, "new", seed=seed)
             databases.append(copy(made, scratch, f"studio-{seed}"))
-        config = write_config(scratch, databases, judge, judged)
         tasks = sum(database.truth.tasks for database in databases)
-        with daemon.running(config) as process:
-            verdicts = await_rest(process, scratch, tasks, judged)
-            time.sleep(1.0 if given.quick else SETTLE_SECONDS)
-            result = at_rest(process, seconds)
+        # Bound and never listening: connections to it are refused, and nobody else gets the port.
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+            config = write_config(scratch, databases, judge, judged, dead)
+            os.environ[FILE] = str(file := scratch / "counted.json")
+            with daemon.running(config, "benchmarks.counted") as process:
+                verdicts = await_rest(process, scratch, tasks, judged)
+                time.sleep(1.0 if given.quick else SETTLE_SECONDS)
+                result = at_rest(process, seconds)
+                result |= counted(process, file, [each.path for each in databases])
     result |= {"sources": SOURCES, "spans": spans, "tasks": tasks, "judged": verdicts}
     measurement.report(result, before, as_json=given.json)
 
