@@ -123,7 +123,14 @@ def _rank(text: str) -> list[tuple[str, float]]:
             from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
             _identifier.append(LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True))
-    return [(str(code), float(probability)) for code, probability in _identifier[0].rank(text)]
+        identifier = _identifier[0]
+    return [(str(code), float(probability)) for code, probability in identifier.rank(text)]
+
+
+def forget_model() -> None:
+    """Free the 75 MB of the model, which the next text loads again."""
+    with _identifier_lock:
+        _identifier.clear()
 
 
 def _probability(ranking: list[tuple[str, float]], code: str) -> float:
