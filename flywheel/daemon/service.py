@@ -33,6 +33,7 @@ from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Intervals, Stage, waiting_for
 from flywheel.daemon.status import LANGFUSE, snapshot
 from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
+from flywheel.judge.rubric.checks import language
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
@@ -82,6 +83,7 @@ class MemoryRelease:
         self._idle_checks += 1
         if self._idle_checks % CHECKS_PER_RELEASE == IDLE_CHECKS:
             await self._store.release_memory()
+            language.forget_model()
             await asyncio.to_thread(trim_malloc)
 
 
@@ -109,30 +111,13 @@ class Service:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
-        # What judging says is noted where it judges, as commands do.
-        self._judge = Stage("judge", self._do_judge, waits=(RETRY_SECONDS, RETRY_SECONDS))
-        self._erasure = Stage("erasures", self._do_erase, store=store)
-        self._round = Stage("rounds", self._do_round, store=store)
-        # Beside it: a candidate that may be promoted now does not wait for the worker of another round.
-        watch, own = PromotionWatch(store, config, self._deployer), self._rounds
-        self._promotion = Stage("promotions", partial(self._quietly, own.promote_passed), store=store)
-        self._beside_rounds = (
-            Stage("promotion watch", partial(self._quietly, watch.look), store=store),
-            Stage("rounds of rolled back adapters", partial(self._quietly, own.cancel_rolled_back), store=store),
-            Stage("rounds of erased tasks", partial(self._quietly, own.cancel_erased), store=store),
-            self._promotion,
-        )
+        own, quietly = self._rounds, self._quietly
+        watch, retention = PromotionWatch(store, config, self._deployer), Retention(store, config)
         self._new_tasks = 0
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
-        self._reconcile = Stage("reconcile", self._do_reconcile)
-        self._prune = Stage("prune", self._sources.prune)
-        self._retention = Retention(store, config)
-        self._remove = Stage("retention", self._retention.prune, store=store)
         self._request_watch = RequestWatch(store)
-        self._requests = Stage("requests", self._do_requests)
         self._memory_release = MemoryRelease(store)
-        self._memory = Stage("memory", self._memory_release.check)
         self.metrics = MetricsServer(
             config.daemon,
             lambda: store.read(snapshot, config),
@@ -140,22 +125,46 @@ class Service:
             self._unready,
             self._sources.concern,
         )
-        self._metrics = Stage("metrics", self.metrics.listen)
+        retry = RETRY_SECONDS
+        self._erasure = Stage("erasures", self._do_erase, store=store, every=ERASURE_SECONDS)
+        # What judging says is noted where it judges, as commands do.
+        self._judge = Stage("judge", self._do_judge, waits=(retry, retry), every=retry)
+        self._round = Stage("rounds", self._do_round, store=store, every=retry)
+        self._promotion = Stage("promotions", partial(quietly, own.promote_passed), store=store, every=retry)
+        self._metrics = Stage("metrics", self.metrics.listen, every=retry)
+        # Beside the rounds: a candidate that may be promoted now does not wait for the worker of another round.
+        self._beside_rounds = (
+            Stage("promotion watch", partial(quietly, watch.look), store=store, every=retry),
+            Stage(
+                "rounds of rolled back adapters", partial(quietly, own.cancel_rolled_back), store=store, every=retry
+            ),
+            Stage("rounds of erased tasks", partial(quietly, own.cancel_erased), store=store, every=retry),
+            self._promotion,
+        )
+        self._retention = retention
         self._stages = (
             # Erasures first: they begin before what is judged.
-            self._erasure, self._judge, self._round, *self._beside_rounds, self._reconcile, self._prune, self._remove,
-            self._memory, self._metrics, self._requests,
-        )  # fmt: skip
+            self._erasure,
+            self._judge,
+            self._round,
+            *self._beside_rounds,
+            Stage("reconcile", self._do_reconcile, every=config.daemon.reconcile_seconds),
+            Stage("prune", self._sources.prune, every=PRUNE_SECONDS),
+            Stage("retention", retention.prune, store=store, every=PRUNE_SECONDS),
+            Stage("memory", self._memory_release.check, every=retry),
+            self._metrics,
+            Stage("requests", self._do_requests, every=REQUEST_SECONDS),
+        )
         self._targets: dict[str, Target] = {
             f"notice {n}": NoticeTarget(store, config, each) for n, each in enumerate(config.notify, 1)
         }
         if config.export.langfuse is not None:
             self._targets[LANGFUSE] = LangfuseExport(store, config.export.langfuse)
         self._notices = [
-            Stage(name, target.deliver, store=store, waits=WAITS) for name, target in self._targets.items()
+            Stage(name, target.deliver, store=store, waits=WAITS, every=NOTICE_SECONDS)
+            for name, target in self._targets.items()
         ]
         self._clock_was_set = self._lost_lock = False
-        self._running: list[asyncio.Task[None]] = []
         self._has_started = False
 
     async def recover(self) -> None:
@@ -246,15 +255,15 @@ class Service:
         await self.recover()
         scheduler = self._schedule()
         beating = asyncio.create_task(feed_watchdog(), name="watchdog")
-        self._running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
-        notices = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._notices]
-        self._metrics.wake.set()
+        for stage in (*self._stages, *self._notices):
+            stage.begin(self._stopping)
+        self._metrics.wake()
         try:
             await self._sources.start()
             scheduler.start()
             self._has_started = True
             for stage in self._stages:
-                stage.wake.set()
+                stage.wake()
             tell_systemd(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
             await self._stopping.wait()
@@ -263,8 +272,9 @@ class Service:
             tell_systemd(f"STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC={microseconds}")
             if scheduler.running:  # False when a source could not start
                 scheduler.shutdown(wait=False)
-            await self._end(self._running)
+            await self._end()
             # A notice under way is sent again by the next process: no stop waits for its target.
+            notices = [stage.task for stage in self._notices if stage.task is not None]
             for task in notices:
                 task.cancel()
             await asyncio.gather(*notices, return_exceptions=True)
@@ -278,13 +288,12 @@ class Service:
             )
 
     def _unhealthy(self) -> str:
-        """Stages that have ended although they never should, or hang; empty without one."""
+        """Stages that hang; empty without one."""
         if self._stopping.is_set():
             return ""
-        ended = [f"ended: {task.get_name()}" for task in self._running if task.done()]
         every = (*self._stages, *self._notices, *self._sources.stages)
         hanging = [f"hangs: {each.name}" for each in every if each.heartbeat.overdue_seconds]
-        return f"{', '.join((*ended, *hanging))}; restart the daemon" if ended or hanging else ""
+        return f"{', '.join(hanging)}; restart the daemon" if hanging else ""
 
     def _unready(self) -> str:
         if not self._has_started:
@@ -314,10 +323,9 @@ class Service:
         log.info("stopping: waiting at most %g s for judge calls in flight", self._config.daemon.drain_seconds)
         self.stop()
 
-    async def _end(self, running: list[asyncio.Task[None]]) -> None:
+    async def _end(self) -> None:
         self.stop()
-        for stage in self._stages:
-            stage.wake.set()
+        running = [stage.task for stage in self._stages if stage.task is not None]
         stop_sources = asyncio.create_task(self._sources.stop())
         stop_round = asyncio.create_task(self._rounds.stop(detach=self._detaches))
         hurried = asyncio.create_task(self._hurry.wait())
@@ -339,16 +347,7 @@ class Service:
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(REQUEST_SECONDS, "lock", self._check_lock)
-        for seconds, woken in (
-            (RETRY_SECONDS, (self._judge, self._round, *self._beside_rounds, self._memory, self._metrics)),
-            (ERASURE_SECONDS, (self._erasure,)),
-            (REQUEST_SECONDS, (self._requests,)),
-            (NOTICE_SECONDS, self._notices),
-            (PRUNE_SECONDS, (self._prune, self._remove)),
-            (self._config.daemon.reconcile_seconds, (self._reconcile,)),
-        ):
-            for stage in woken:
-                every(seconds, stage.name, stage.wake.set)
+        scheduler.wake((*self._stages, *self._notices))
         if self._config.trigger.cron:
             scheduler.at(cron_trigger(self._config.trigger.cron), "cron", self._open_window)
         return scheduler
@@ -368,11 +367,11 @@ class Service:
     def _judge_new(self, new: int) -> None:
         self._new_tasks += new
         self._memory_release.note_work()
-        self._judge.wake.set()
+        self._judge.wake()
 
     def _open_window(self) -> None:
         self._window = True
-        self._round.wake.set()
+        self._round.wake()
 
     async def _do_judge(self) -> Pass:
         # An erasure that has to be tried again waits for one batch.
@@ -384,13 +383,13 @@ class Service:
                 self._clock_was_set = False
             report = await self._filtering.run(limit=most, stop=self._stop_judging)
         if report.tasks == most:
-            self._judge.wake.set()
+            self._judge.wake()
         if new or report.judged:
             log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
                      report.accepted, report.rejected, report.undecided)  # fmt: skip
         if report.judged:
             self._memory_release.note_work()
-            self._round.wake.set()
+            self._round.wake()
             await self._warn_of_rejections()
         if report.error is not None:
             raise report.error
@@ -412,8 +411,8 @@ class Service:
             if not self._stopping.is_set():
                 self._stop_judging.clear()
             # What may be judged, and what rounds may take, has changed.
-            self._judge.wake.set()
-            self._round.wake.set()
+            self._judge.wake()
+            self._round.wake()
         if not is_purged:
             why = "another process reads an older state"
             raise StoreError("purge what was erased", why, "It is tried again every minute.", retryable=True)
@@ -424,14 +423,14 @@ class Service:
 
     async def _do_requests(self) -> None:
         if await self._open_erasures() - self._attempted:
-            self._erasure.wake.set()
+            self._erasure.wake()
         kinds = await self._request_watch.look()
         if RequestKind.RETRY in kinds:
             self._sources.read_again()
         if kinds & {RequestKind.RETRY, RequestKind.RELEASE}:
-            self._judge.wake.set()
+            self._judge.wake()
         if RequestKind.DEPLOY in kinds:
-            self._promotion.wake.set()
+            self._promotion.wake()
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)

@@ -1,7 +1,7 @@
 """Supervises the sources of a running daemon: reads each one when it changes, when it is due, and at every poll.
 
-Each source has its own task, so a locked, damaged or long database delays no other source. Full scans run beside the
-passes. OTLP receivers are started and stopped here as well.
+Each source is a stage of its own, so a locked, damaged or long database delays no other source. Full scans run beside
+the passes. OTLP receivers are started and stopped here as well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class SourceSupervisor:
         self._export = Stage("task file", ingestion.export)
         self._pull = Stage("calls", self._do_pull)
         self._stages: dict[Path, Stage] = {}
-        self._running: set[asyncio.Task[None]] = set()
         self._full_scans: dict[Path, asyncio.Task[None]] = {}
         self._timers: dict[Path, asyncio.TimerHandle] = {}
         self._receivers: list[Receiver] = []
@@ -96,15 +95,15 @@ class SourceSupervisor:
                 stage = Stage(f"source {source.path}", functools.partial(self._read, source))
                 self._stages[source.path] = stage
                 self._start(stage)
-                self._watcher.watch(source.path, stage.wake.set)
+                self._watcher.watch(source.path, stage.wake)
             elif is_folder(source.path):
                 # It has the files of batches, which cause no event of their own.
-                self._stages[source.path].wake.set()
+                self._stages[source.path].wake()
         self._watcher.refresh()
 
     def _start(self, stage: Stage) -> None:
-        self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
-        stage.wake.set()
+        stage.begin(self._stopping)
+        stage.wake()
 
     def concern(self) -> str:
         """Which sources a defect keeps from being read, without their names; empty for none."""
@@ -115,7 +114,7 @@ class SourceSupervisor:
         """Read every source and retry the export, whether or not a change was noticed."""
         self._polled_at = time.monotonic()
         for stage in self.stages:
-            stage.wake.set()
+            stage.wake()
 
     @property
     def stages(self) -> list[Stage]:
@@ -144,8 +143,8 @@ class SourceSupervisor:
             scan.cancel()
         if self._ingestion.calls is not None:
             self._ingestion.calls.stop()
-        self.poll()
-        await asyncio.gather(*receivers, *self._running, *self._full_scans.values(), return_exceptions=True)
+        passes = [stage.task for stage in self.stages if stage.task is not None]
+        await asyncio.gather(*receivers, *passes, *self._full_scans.values(), return_exceptions=True)
 
     async def prune(self) -> None:
         """Delete received spans that are older than `ingest.keep_received_days`."""
@@ -160,7 +159,7 @@ class SourceSupervisor:
         self.refresh()
         for source in waiting:
             if source.path in self._stages:
-                self._stages[source.path].wake.set()
+                self._stages[source.path].wake()
 
     async def _read(self, source: SourceIngestion) -> None:
         await asyncio.sleep(DEBOUNCE_SECONDS)
@@ -178,13 +177,13 @@ class SourceSupervisor:
         if source.path not in self._full_scans and await source.is_full_scan_due():
             self._full_scans[source.path] = asyncio.create_task(self._scan(source))
         if source.awaits_calls:
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake.set)
+            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake)
         # Each pass determines the next due time; the timer of the previous pass no longer holds.
         if (timer := self._timers.pop(source.path, None)) is not None:
             timer.cancel()
         if (due := source.due_at) < math.inf:
             self._timers[source.path] = asyncio.get_running_loop().call_later(
-                max(0.0, due - steady()) + 0.001, self._stages[source.path].wake.set
+                max(0.0, due - steady()) + 0.001, self._stages[source.path].wake
             )
 
     async def _scan(self, source: SourceIngestion) -> None:
@@ -206,5 +205,5 @@ class SourceSupervisor:
             self._announce(found.new_tasks)
 
     def _announce(self, new_tasks: int) -> None:
-        self._export.wake.set()
+        self._export.wake()
         self._on_tasks(new_tasks)

@@ -1,12 +1,12 @@
 """A stage of the daemon: an action that runs whenever it is woken, and again after an error; and the intervals that
-wake stages."""
+wake stages. A stage at rest has no task."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from time import monotonic
@@ -33,12 +33,14 @@ CLOCK_SECONDS: Final = 1.0
 
 
 class Stage:
-    """Runs `action` each time `wake` is set. An error is logged; it does not end the stage.
+    """Runs `action` each time it is woken, from `begin` on: at once, or after the pass that runs. An error is logged;
+    it does not end the stage.
 
     With `waits`, the first and the longest wait in seconds, a failure is followed by one attempt after that time,
     which doubles each time, or after what the error asks for, whatever wakes the stage meanwhile.
 
     `action` returns a `Pass`; anything else means that it has worked. With a `store`, its record is kept there.
+    `every` says after how many seconds it is woken again and again (`Intervals`); without it, others wake it alone.
     """
 
     def __init__(
@@ -48,32 +50,56 @@ class Stage:
         *,
         store: Store | None = None,
         waits: tuple[float, float] | None = None,
+        every: float | None = None,
     ) -> None:
         self.name = name
-        self.wake = asyncio.Event()
+        self.every = every
+        self.is_due = False
+        """Whether it was woken, and has not begun since."""
+        self.task: asyncio.Task[None] | None = None
+        """While it runs."""
         self.heartbeat = Heartbeat()
         self.error: FlywheelError | None = None
         """Why it fails, if it does."""
         self._action = action
         self._store = store
         self._waits = waits
+        self._stopping: asyncio.Event | None = None
         self._failures = 0
         self._not_before = -math.inf
         self._may_fail = True
         """Whether the record in the store may say that it fails: at first, that of an earlier process."""
         self._noted_at = -math.inf
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            await self.wake.wait()
-            self.wake.clear()
-            if not stopping.is_set() and monotonic() >= self._not_before:
-                await self.attempt()
+    def begin(self, stopping: asyncio.Event) -> None:
+        """Run when it is woken, or was before, until `stopping` is set. The pass that runs then ends by itself."""
+        self._stopping = stopping
+        if self.is_due:
+            self.wake()
+
+    def wake(self) -> None:
+        self.is_due = True
+        if self.task is None and self._may_begin():
+            self.task = asyncio.create_task(self._run(), name=self.name)
 
     def retry_now(self) -> None:
         """End a wait after a failure."""
         self._not_before = -math.inf
-        self.wake.set()
+        self.wake()
+
+    def _may_begin(self) -> bool:
+        if self._stopping is None or not self.is_due:
+            return False
+        self.is_due = monotonic() >= self._not_before
+        return self.is_due and not self._stopping.is_set()
+
+    async def _run(self) -> None:
+        try:
+            while self._may_begin():
+                self.is_due = False
+                await self.attempt()
+        finally:
+            self.task = None
 
     async def attempt(self) -> None:
         """Run the action once, and note and log what came of it."""
@@ -116,7 +142,7 @@ class Stage:
             wait = max(wait, min(first * 2 ** min(self._failures - 1, 20), longest))
             self._not_before = monotonic() + wait
             if wait < math.inf:
-                asyncio.get_running_loop().call_later(wait, self.wake.set)
+                asyncio.get_running_loop().call_later(wait, self.wake)
         await self._note(error, wait)
 
     async def _note(self, result: Pass | FlywheelError, wait: float = 0.0) -> None:
@@ -150,18 +176,24 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
         super().__init__(timezone="UTC", job_defaults={"coalesce": True, "misfire_grace_time": None})
         self._on_clock_set = on_clock_set
         self._moved = moved_seconds()
-        self._tick: asyncio.TimerHandle | None = None
 
     def every(self, seconds: float, name: str, call: Callable[[], object]) -> None:
         self.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
 
+    def wake(self, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            if stage.every is not None:
+                self.every(stage.every, stage.name, stage.wake)
+
     def at(self, trigger: BaseTrigger, name: str, call: Callable[[], object]) -> None:
         self.add_job(_in_loop(call), trigger, id=name)
 
-    def wakeup(self) -> None:
-        """Run what is due. The timers that call this are the loop's, which goes by the monotonic clock."""
+    def _process_jobs(self) -> float | None:
+        """Run what is due; the seconds until the next look, None after the end. The timers that call this are the
+        loop's, which goes by the monotonic clock."""
         if not self.running:
-            return
+            return None
+        # Here, and not in `wakeup`, which has this called later: the clock could be set in between.
         by = moved_seconds() - self._moved
         if abs(by) > CLOCK_SECONDS:
             self._moved += by
@@ -172,11 +204,8 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
                 elif by < 0:
                     job.reschedule(job.trigger)
             self._on_clock_set()
-        super().wakeup()
-        # Its own timer goes by a look at the wall's clock, which may be set just then.
-        if self._tick is not None:
-            self._tick.cancel()
-        self._tick = asyncio.get_running_loop().call_later(CLOCK_SECONDS, self.wakeup)
+        wait = super()._process_jobs()
+        return CLOCK_SECONDS if wait is None else min(wait, CLOCK_SECONDS)
 
 
 def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:

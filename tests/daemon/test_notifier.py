@@ -259,21 +259,18 @@ async def test_a_target_that_is_down_fails_until_it_has_its_notice(
 ) -> None:
     target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
     stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
-    running = asyncio.create_task(stage.run(stopping))
+    stage.begin(stopping)
     webhook.statuses = [500]
     await store.write(letter, "t-1")
-    stage.wake.set()
-    await until(lambda: stage.error, "the failure")
+    stage.wake()
+    await until(lambda: stage.error and stage.task is None, "the failure")
     for _ in range(3):
-        stage.wake.set()
-        await until(lambda: not stage.wake.is_set(), "the stage to be woken")
+        stage.wake()
+        assert stage.task is None
     assert len(webhook.got) == 1 and stage.error is not None
     assert "it answered 500" in (await store.read(stages.records))["notice 1"].error
     stage.retry_now()
     await until(lambda: stage.error is None, "the notice")
-    stopping.set()
-    stage.wake.set()
-    await running
     assert len(webhook.got) == 2
     assert (await store.read(stages.records))["notice 1"].failing_since == ""
 

@@ -66,18 +66,7 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     scheduler = daemon._schedule()
     scheduler.start(paused=True)
     jobs = {job.id: job for job in scheduler.get_jobs()}
-    stages = {
-        "judge": daemon._judge,
-        "rounds": daemon._round,
-        "promotions": daemon._promotion,
-        "memory": daemon._memory,
-        "prune": daemon._prune,
-        "reconcile": daemon._reconcile,
-        "retention": daemon._remove,
-        "metrics": daemon._metrics,
-        "requests": daemon._requests,
-    }
-    stages |= {"erasures": daemon._erasure, **{stage.name: stage for stage in daemon._beside_rounds}}
+    stages = {stage.name: stage for stage in daemon._stages}
     assert set(jobs) == {"poll", "sources", "cron", "lock", *stages}
     for name, job in jobs.items():
         # The scheduler takes every other function into a thread, where an asyncio.Event must not be set.
@@ -85,12 +74,12 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         assert (job.coalesce, job.misfire_grace_time) == (True, None), name
     for name, stage in stages.items():
         await jobs[name].func()
-        assert stage.wake.is_set(), name
+        assert stage.is_due, name
     night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
     assert night == datetime(2026, 1, 4, 3, tzinfo=UTC), "a Sunday"
-    daemon._round.wake.clear()
+    daemon._round.is_due = False
     await jobs["cron"].func()
-    assert daemon._round.wake.is_set()
+    assert daemon._round.is_due
     await daemon._do_round()
     await daemon._do_round()
     assert windows == [True, False], "the window wakes the rounds once"

@@ -54,12 +54,10 @@ async def test_a_stage_says_once_what_is_missing_and_goes_on(caplog: pytest.LogC
 
     stage = Stage("own", action)
     caplog.set_level(logging.INFO)
-    running = asyncio.create_task(stage.run(stopping))
+    stage.begin(stopping)
     for left in (2, 1, 0):
-        stage.wake.set()
+        stage.wake()
         await until(partial(at_most, errors, left), "the stage's action")
-    stopping.set()
-    stage.wake.set()
-    await running
+    await until(lambda: stage.task is None, "its end")
     [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "cannot run own: no space left on device. Free some space" in said.message and said.exc_info is None

@@ -138,13 +138,12 @@ async def test_after_a_failure_one_attempt_decides_when_its_time_has_come(monkey
         attempts.append(time.now)
         return await acting(results.pop(0))()
 
-    stage, stopping = Stage("s", act, waits=(5.0, 3600.0)), asyncio.Event()
-    running = asyncio.create_task(stage.run(stopping))
+    stage = Stage("s", act, waits=(5.0, 3600.0))
+    stage.begin(asyncio.Event())
 
     async def woken() -> None:
-        stage.wake.set()
-        await until(lambda: not stage.wake.is_set() and stage.heartbeat.overdue_seconds == 0, "the stage to be woken")
-        await asyncio.sleep(0)
+        stage.wake()
+        await until(lambda: stage.task is None, "the end of the pass")
 
     waits = []
     for number in range(1, 15):
@@ -164,9 +163,6 @@ async def test_after_a_failure_one_attempt_decides_when_its_time_has_come(monkey
     stage._action = acting(Pass.WORKED)
     stage.retry_now()
     await until(lambda: stage.error is None, "an attempt before its time")
-    stopping.set()
-    stage.wake.set()
-    await running
 
 
 async def test_a_dead_judge_has_not_recovered_while_nothing_is_due(store: Store, tmp_path: Path) -> None:
@@ -240,20 +236,21 @@ async def test_a_stage_that_hangs_makes_the_daemon_unhealthy(tmp_path: Path, mon
         await goes_on.wait()
 
     async with running(settings) as (service, client):
-        service._memory._action = hang
-        service._memory.wake.set()
+        [memory] = [each for each in service._stages if each.name == "memory"]
+        memory._action = hang
+        memory.wake()
         await hangs.wait()
         time.now += PATIENCE_SECONDS
         await health(client, 200, "ok\n")
         time.now += 1
         await health(client, 503, "hangs: memory; restart the daemon\n")
-        service._memory.heartbeat.beat(3600)
+        memory.heartbeat.beat(3600)
         time.now += 3600 + PATIENCE_SECONDS
         await health(client, 200, "ok\n")  # what it waits for may take an hour
         time.now += 1
         await health(client, 503, "hangs: memory; restart the daemon\n")
         goes_on.set()
-        await until(lambda: service._memory.heartbeat.overdue_seconds == 0, "the end of the pass")
+        await until(lambda: memory.heartbeat.overdue_seconds == 0, "the end of the pass")
         time.now += 1e6
         await health(client, 200, "ok\n")  # a stage that has nothing to do does not hang
 
@@ -455,7 +452,7 @@ async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batc
         await asyncio.gather(judging, erasing)
         assert stopped == [True, False]
         assert left - await store.read(claims.count_due) == 2 * CLAIMED_PER_THREAD
-        assert service._judge.wake.is_set(), "judging goes on"
+        assert service._judge.is_due, "judging goes on"
         await service._ingestion.close()
 
 
@@ -535,7 +532,11 @@ async def test_a_crontab_goes_by_the_clock_of_the_machine(monkeypatch: pytest.Mo
         assert intervals.get_job("cron").next_run_time - datetime.now(intervals.timezone) > timedelta(days=3000)
         Wall.moved = 0.0
         intervals.wakeup()
-        assert intervals.get_job("cron").next_run_time - datetime.now(intervals.timezone) <= timedelta(days=1)
+        soon = timedelta(days=1)
+        await until(
+            lambda: intervals.get_job("cron").next_run_time - datetime.now(intervals.timezone) <= soon,
+            "the next night",
+        )
     finally:
         intervals.shutdown()
 
@@ -553,7 +554,7 @@ async def test_after_the_clock_was_set_all_stages_are_tried_and_no_task_waits_fo
         await store.write(lambda conn: conn.execute(of_2035))
         service._judge._not_before = float("inf")
         service._after_clock_set()
-        assert service._judge.wake.is_set() and service._judge._not_before < 0
+        assert service._judge.is_due and service._judge._not_before < 0
         await service._judge.attempt()
         latest = await store.read(lambda conn: conn.execute(select(func.max(schema.tasks.c.retry_at))).scalar_one())
         soon = datetime.fromisoformat(latest) - datetime.now(tz=datetime.fromisoformat(latest).tzinfo)
@@ -589,3 +590,25 @@ async def test_a_store_that_cannot_be_written_ends_no_stage(caplog: pytest.LogCa
     await stage.attempt()
     await stage.attempt()
     assert "the disk is full" in caplog.text
+
+
+async def test_a_stage_has_a_task_only_while_it_runs_and_goes_on_where_it_is_woken_meanwhile() -> None:
+    passes, stopping, goes_on = [], asyncio.Event(), asyncio.Event()
+
+    async def act() -> None:
+        passes.append(1)
+        await goes_on.wait()
+
+    stage = Stage("s", act)
+    stage.wake()
+    assert stage.task is None, "it has not begun"
+    stage.begin(stopping)
+    await until(lambda: passes, "the pass that it was woken for")
+    for _ in range(3):
+        stage.wake()
+    goes_on.set()
+    await until(lambda: stage.task is None, "the end")
+    assert len(passes) == 2, "one more pass, however often it was woken"
+    stopping.set()
+    stage.wake()
+    assert stage.task is None

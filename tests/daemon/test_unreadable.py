@@ -177,8 +177,8 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
             asked = judge.calls
             looks.clear()
             for _ in range(10):
-                service._judge.wake.set()
-                await until(lambda: not service._judge.wake.is_set(), "the stage to be woken")
+                service._judge.wake()
+                assert service._judge.task is None
             assert looks == []
             assert judge.calls == asked and not running.done()
             assert await is_paused()
