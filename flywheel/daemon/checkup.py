@@ -178,8 +178,8 @@ async def _checks(config: Config, store: Store, ask: bool) -> AsyncIterator[tupl
         yield each
     yield "model", "", partial(_model, config)
     yield "serve", "", partial(_serve, config)
-    for url, entry in (await replica_urls(config.serving)).items():
-        yield "server", url, partial(examine_server, config, url, entry)
+    for url, given in (await replica_urls(config.serving)).items():
+        yield "server", url, partial(examine_server, config, url, given)
     yield "gpu", "", partial(examine_gpu, config)
     if config.tracking.trackers:
         yield "trackers", "", partial(_trackers, config)
