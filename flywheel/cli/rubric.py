@@ -18,7 +18,6 @@ from flywheel.cli.app import (
     run_async,
     this_person,
 )
-from flywheel.cli.filter import cost_json
 from flywheel.cli.progress_bars import of_tasks
 from flywheel.cli.tables import Row, estimated, rows_table, spent, stdout
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
@@ -114,6 +113,8 @@ def calibrate(
 def _tell(repeats: int, quiet: bool, replies: int, cost: Cost) -> str:
     """Print the expected cost; it, in words."""
     from rich.console import Console
+
+    from flywheel.cli.filter import cost_json
 
     estimate = estimated(cost_json(cost))
     times = f", {repeats} times each" if repeats > 1 else ""

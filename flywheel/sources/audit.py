@@ -6,7 +6,6 @@ are checked a second time before they count.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -18,16 +17,13 @@ from typing import Any
 from flywheel.config.file import Config
 from flywheel.errors import CallLogError, SourceError
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.privacy import PrivateNames
 from flywheel.records.states import ReplyState
 from flywheel.records.task import Batch
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
-from flywheel.sources.jsonl.reader import JsonlReader, is_folder
-from flywheel.sources.jsonl_connector import RowIds, with_ids
+from flywheel.sources.jsonl_connector import JsonlConnector, RowIds, with_ids
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import ledger, placed_calls
@@ -146,7 +142,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                 elif isinstance(source.connector, CallsConnector):
                     met = await _compare_calls(store, source.connector, audit, number)
                 else:
-                    met = await _compare_file(store, audit, number, config.privacy.exclude.names)
+                    met = await _compare_file(store, source.connector, audit, number)
                 audit.gone = len(before - met)
             except (SourceError, CallLogError) as error:
                 audit.condition = error.condition if isinstance(error, SourceError) else "failing"
@@ -319,9 +315,13 @@ async def _compare_calls(store: Store, connector: CallsConnector, audit: SourceA
     return met
 
 
-async def _compare_file(store: Store, audit: SourceAudit, source: int | None, private: PrivateNames) -> set[int]:
+async def _compare_file(store: Store, connector: JsonlConnector, audit: SourceAudit, source: int | None) -> set[int]:
     """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
-    rows = await _read_file(store, audit.path, source, Cursor(), private)
+    if connector.is_copy and not audit.path.exists():
+        # The connector would write it.
+        attempted, hint = f"read {audit.path}", "`flywheel ingest` writes it."
+        raise SourceError(attempted, "there is no copy of the data set yet", hint)
+    rows = await _read_file(store, connector, source, Cursor())
     if source is None:
         audit.not_read_yet = len(rows.contents.keys() - rows.completed.keys())
         return set()
@@ -334,7 +334,7 @@ async def _compare_file(store: Store, audit: SourceAudit, source: int | None, pr
         if is_gone and row in rows.contents and row not in held.replies:
             rows.contents[before], rows.names[before] = rows.contents.pop(row), rows.names[row]
     found = {row: reply for row, reply in held.replies.items() if row in rows.contents}
-    unread = (await _read_file(store, audit.path, source, held.cursor, private)).contents
+    unread = (await _read_file(store, connector, source, held.cursor)).contents
     audit.missing = [rows.names[row] for row in rows.contents if row not in found and row not in unread]
     audit.in_ledger = len(found)
     audit.not_read_yet = len(rows.contents) - audit.in_ledger - len(audit.missing)
@@ -356,30 +356,20 @@ class _Rows:
     completed: dict[str, str] = field(default_factory=dict)
 
 
-async def _read_file(store: Store, path: Path, source: int | None, cursor: Cursor, private: PrivateNames) -> _Rows:
+async def _read_file(store: Store, connector: JsonlConnector, source: int | None, cursor: Cursor) -> _Rows:
     """The rows from the cursor on."""
     read, ids = _Rows(), RowIds()
-    reader = await asyncio.to_thread(_reader_of, path, private)
-    try:
-        batches = reader.read(cursor, final=True)
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+    connector.forget()
+    async with aclosing(connector.read(source or 0, cursor, final=True)) as batches:
+        async for batch in batches:
             for dead in batch.dead:
                 read.contents[dead.span_id], read.names[dead.span_id] = None, dead.span_id
             for entry in await store.read(with_ids, source or 0, ids, batch.entries):
                 if entry:
                     read.contents[entry.span_id] = entry.content
                     read.names[entry.span_id] = entry.own_id or entry.span_id
-    finally:
-        if isinstance(reader, JsonlReader):
-            reader.close()
     read.completed = ids.completed
     for row in read.contents:
         gone = ids.rows.get(read.names[row], set()) - read.contents.keys()
         read.edited += ((before, row) for before in sorted(gone))
     return read
-
-
-def _reader_of(path: Path, private: PrivateNames) -> JsonlReader | BatchReader:
-    if is_folder(path) or path in BatchFiles():
-        return BatchReader(path, private=private)
-    return JsonlReader(path, private=private)
