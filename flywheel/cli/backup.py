@@ -22,8 +22,8 @@ from flywheel.cli.tables import short_path
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.cli.audit.deep_audit import SourceAudit
     from flywheel.config.file import Config
+    from flywheel.sources.audit import SourceAudit
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the backup.")]
 
@@ -102,7 +102,7 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
 
 
 async def _compared(config: Config) -> list[SourceAudit]:
-    from flywheel.cli.audit.deep_audit import compare_sources
+    from flywheel.sources.audit import compare_sources
 
     async with open_state(config, "view") as store:
         return await compare_sources(store, config)

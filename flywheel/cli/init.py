@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 import typer
 
-from flywheel.cli.app import app, run_async
+from flywheel.cli.app import app
 from flywheel.errors import ExportError
 from flywheel.system import files
 from flywheel.system.terminal import quantity
@@ -227,9 +227,9 @@ def _scalar(value: str) -> str:
 
 def _check(config: Path) -> None:
     """Print what the doctor finds. What is missing at first, such as a server, is no failure of this command."""
-    from flywheel.cli.doctor import examined, show
+    from flywheel.cli.doctor import look, show
 
-    findings = run_async(examined(config, ask_judge=False))
+    findings = look(config)
     counts = Counter(finding.result.value for finding in findings)
     typer.echo("")
     show([each for each in findings if each.result.value in ("warning", "failed")], counts)

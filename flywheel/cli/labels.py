@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,7 +31,7 @@ from flywheel.system.files import PRIVATE, write_atomic
 from flywheel.system.terminal import escape_terminal, moment, quantity
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from collections import Counter
 
     from flywheel.config.file import Config
     from flywheel.store.labels import Opinion
@@ -138,20 +138,10 @@ def labels(
             raise typer.BadParameter("stdout cannot hold the labels and the report; name a file", param_hint="--out")
         _write(settings, out, force, as_json)
         return
-    from flywheel.judge.calibration import agreement_json
     from flywheel.store import labels
 
-    def look(conn: Connection) -> tuple[list[Opinion], dict[str, Any]]:
-        opinions = labels.listed(conn, by=by, criterion=criterion)
-        pairs = labels.agreements(opinions)
-        named = {name: getattr(pairs, name) for name in ("judge", "judge_blind", "people")}
-        agreement: dict[str, Any] = {name: agreement_json(each.first, each.second) for name, each in named.items()}
-        agreement["criteria"] = {
-            name: agreement_json(each.first, each.second) for name, each in pairs.criteria.items()
-        }
-        return opinions, agreement
-
-    opinions, agreement = run_async(read_state(settings, look))
+    opinions = run_async(read_state(settings, partial(labels.listed, by=by, criterion=criterion)))
+    agreement = labels.agreements(opinions).as_json()
     most = limit if as_json else limit or SHOWN
     shown = [_as_json(each) for each in opinions[:most]]
     if as_json:
@@ -180,23 +170,13 @@ def labels(
 
 
 def _import(config: Config, file: Path, by: str, as_json: bool, **reading: Any) -> None:
-    from flywheel.cli.rubric.calibration import read_label_file
-    from flywheel.judge.annotations import read_annotations, usable
-    from flywheel.store.labels import import_labels
+    from flywheel.store.labels import import_file
 
-    async def store_labels() -> tuple[int, int, Counter[str]]:
-        lines = read_annotations(file)
+    async def imported() -> tuple[int, int, Counter[str]]:
         async with open_state(config) as store:
-            if lines is not None:
-                found, left_out = usable(lines, by=by, **reading)
-                replies, new, unstored = await store.write(import_labels, found)
-            else:
-                given = await read_label_file(file, store)
-                left_out = Counter({"it has no answer or no verdict": given.left_out})
-                replies, new, unstored = await store.write(import_labels, given.by_task(by))
-        return replies, new, left_out + unstored
+            return await import_file(store, file, by, **reading)
 
-    replies, new, left_out = run_async(store_labels())
+    replies, new, left_out = run_async(imported())
     if as_json:
         print_json({"file": str(file), "replies": replies, "new": new, "left_out": dict(left_out.most_common())})
         return

@@ -21,14 +21,11 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import short_path
 from flywheel.errors import ConfigError
-from flywheel.records.states import ACCEPTED, Split
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config.file import Config
     from flywheel.retrieval.pairs import Calls
-
-PAGE = 200
 
 retrieval = command_group("retrieval", "Search among hundreds of tools: train and evaluate an encoder for it.")
 
@@ -98,22 +95,14 @@ def evaluate(
 
 async def _calls(config: Config, target: str | None) -> Calls:
     """The tool calls of the accepted tasks."""
-    from flywheel.retrieval.pairs import Calls
-    from flywheel.store.views import task_list
+    from flywheel.retrieval.pairs import accepted_calls
 
     if target is not None and target not in config.targets:
         hint = f"The targets are {', '.join(config.targets)}." if config.targets else "There are no `targets`."
         raise ConfigError("read tool calls", f"there is no target {target}", hint)
     require_state(config, "read tool calls")
-    calls = Calls()
     async with open_state(config, "view") as store:
-        for split in Split:
-            after = 0
-            while ids := await store.read(task_list.next_ids, ACCEPTED, (split,), target, after=after, limit=PAGE):
-                for one in await store.read(task_list.with_verdicts, ids):
-                    calls.add(one.line, split)
-                after = ids[-1]
-    return calls
+        return await accepted_calls(store, target)
 
 
 def _print_results(results: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ class JudgeSettings(Section):
     response_format: Literal["auto", "schema", "tool", "json", "text"] = "auto"
     """How the judge is asked for its verdict: by a strict JSON schema, a forced tool call, JSON mode (`json_object`)
     or words alone. Default: the first of schema, tool and text that its endpoint does not refuse. `flywheel doctor
-    --ask-judge` tries them."""
+    --ask-judge` says whether it is obeyed."""
     omit: tuple[Literal["seed", "temperature"], ...] = ()
     """Parameters that are never sent, for models that refuse them."""
     max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)

@@ -19,6 +19,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -125,9 +126,23 @@ class NoticeTarget(Target):
         await self._store.write(notices.keep, self._settings, position)
         self._position = self._stored = position
 
+    def require(self) -> None:
+        """Raises NotifyError if the program, or a variable with the URL or the key, is not there. Nothing is sent."""
+        settings, hint = self._settings, "Correct the entry of `notify`, or set the variable."
+        why = ""
+        if settings.command is not None:
+            why = "" if shutil.which(settings.command[0]) else f"{settings.command[0]} is no program that can be run"
+        elif not settings.target:
+            why = f"the variable {settings.url_env} with the URL is not set"
+        elif settings.secret_env is not None and not os.environ.get(settings.secret_env):
+            why = f"the variable {settings.secret_env} with the key is not set, and nothing is sent unsigned"
+        if why:
+            raise NotifyError(f"notify {self}", why, hint)
+
     async def _send(self, sent: list[Notice]) -> None:
         body = redact_secrets(json.dumps(self._content(sent)).encode())
         try:
+            self.require()
             if self._settings.command is not None:
                 await self._run(self._settings.command, sent[0].type, body)
             else:
@@ -164,13 +179,11 @@ class NoticeTarget(Target):
         from flywheel.system.http_client import async_client
 
         attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the receiver."
-        url = self._settings.target
+        url = self._settings.target or ""
         try:
-            check_url(url or "")
+            check_url(url)
         except ValueError as error:
-            why = f"of the URL in ${self._settings.url_env}: {error}" if url else "the variable is not set"
-            raise NotifyError(attempted, why, hint) from None
-        assert url is not None
+            raise NotifyError(attempted, f"of the URL in ${self._settings.url_env}: {error}", hint) from None
         url = whole_url(url)
         timeout = self._settings.timeout_seconds
         try:
@@ -190,11 +203,7 @@ class NoticeTarget(Target):
         stamp = str(int(time.time()))
         headers = {"content-type": "application/json", "webhook-id": number, "webhook-timestamp": stamp}
         if (variable := self._settings.secret_env) is not None:
-            secret = os.environ.get(variable, "")
-            if not secret:
-                hint = "Put the key into it, or remove secret_env. Nothing is sent unsigned."
-                raise NotifyError(f"notify {self}", f"the variable {variable} with the key is not set", hint)
-            headers["webhook-signature"] = signature(secret, number, stamp, body)
+            headers["webhook-signature"] = signature(os.environ[variable], number, stamp, body)
         return {**headers, "user-agent": "flywheel"}
 
     async def _run(self, command: Sequence[str], kind: str, body: bytes) -> None:

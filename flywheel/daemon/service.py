@@ -44,7 +44,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
 from flywheel.store.stages import Pass
 from flywheel.system.lock import INSTANCE_LOCK, is_lost
-from flywheel.system.process import feed_watchdog, in_container, tell_systemd, trim_malloc
+from flywheel.system.process import feed_watchdog, in_container, kill_mode, tell_systemd, trim_malloc
 from flywheel.system.signals import on_signal
 
 IDLE_CHECKS: Final = 2
@@ -246,6 +246,12 @@ class Service:
                 "start the daemon",
                 "daemon.on_stop is detach, and this is a container: its end ends all processes in it",
                 "Set daemon.on_stop: stop.",
+            )
+        if self._detaches and (mode := await asyncio.to_thread(kill_mode)) not in ("", "process"):
+            log.warning(
+                "daemon.on_stop is detach, and systemd ends the worker with this service (KillMode=%s): add the"
+                " drop-in detach.conf, which `flywheel init --systemd` writes",
+                mode,
             )
         self._max_rounds = max_rounds
         loop = asyncio.get_running_loop()

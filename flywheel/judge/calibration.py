@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.records.verdict import Outcome, Verdict
@@ -22,43 +22,6 @@ WORST: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Confusion:
-    """Counts of pairs of decisions: first the person's, then the judge's."""
-
-    accept_accept: int
-    accept_reject: int
-    reject_accept: int
-    reject_reject: int
-
-    @property
-    def n(self) -> int:
-        return self.accept_accept + self.accept_reject + self.reject_accept + self.reject_reject
-
-    @property
-    def agreement(self) -> float:
-        """The share of equal decisions."""
-        return (self.accept_accept + self.reject_reject) / self.n
-
-    @property
-    def base_rate(self) -> float:
-        """The share that people accept."""
-        return (self.accept_accept + self.accept_reject) / self.n
-
-    @property
-    def judge_rate(self) -> float:
-        """The share that the judge accepts."""
-        return (self.accept_accept + self.reject_accept) / self.n
-
-    @property
-    def rows(self) -> dict[str, dict[str, int]]:
-        """The counts by the person's decision, then by the judge's."""
-        return {
-            "accept": {"accepted": self.accept_accept, "rejected": self.accept_reject},
-            "reject": {"accepted": self.reject_accept, "rejected": self.reject_reject},
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Kappa:
     """The estimate with its 95 % interval; None where it is not defined."""
 
@@ -67,48 +30,73 @@ class Kappa:
     high: float | None
 
 
-def confusion(people: Sequence[bool], judge: Sequence[bool]) -> Confusion:
-    counts = Counter(zip(people, judge, strict=True))
-    return Confusion(*(counts[pair] for pair in ((True, True), (True, False), (False, True), (False, False))))
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Decisions of two on the same replies, counted by both: first the person's, then the judge's or another
+    person's."""
 
+    counts: Counter[tuple[bool, bool]] = field(default_factory=Counter)
 
-def kappa_of(table: Confusion) -> Kappa:
-    """Cohen's kappa (Cohen 1960, "A coefficient of agreement for nominal scales"): (p_o - p_e) / (1 - p_e).
+    @property
+    def n(self) -> int:
+        return self.counts.total()
 
-    p_o is the observed agreement, p_e that of raters who decide by chance at their own rates. Where p_e is 1, both
-    always decide the same, and nothing is known about agreement. The interval is the percentile bootstrap over the
-    pairs (9,999 resamples, a fixed seed); resampling pairs means drawing the four counts from a multinomial
-    distribution. A resample in which both always decide the same counts as 0: it shows no agreement beyond chance.
-    """
-    # Imported here: pages and commands that show no agreement need no numpy.
-    import numpy as np
+    @property
+    def share(self) -> float | None:
+        """The share of equal decisions; None without any."""
+        return (self.counts[True, True] + self.counts[False, False]) / self.n if self.n else None
 
-    def kappas(counts: Any) -> Any:
-        accept_accept, accept_reject, reject_accept, reject_reject = counts.T / table.n
-        people, judge = accept_accept + accept_reject, accept_accept + reject_accept
-        expected = people * judge + (1 - people) * (1 - judge)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(expected < 1, (accept_accept + reject_reject - expected) / (1 - expected), np.nan)
+    @property
+    def base_rate(self) -> float:
+        """The share that people accept."""
+        return (self.counts[True, True] + self.counts[True, False]) / self.n
 
-    counts = np.array([table.accept_accept, table.accept_reject, table.reject_accept, table.reject_reject])
-    if not table.n or np.isnan(value := kappas(counts)):
-        return Kappa(None, None, None)
-    if table.n < 2:
-        return Kappa(float(value), None, None)
-    resampled = np.random.default_rng(SEED).multinomial(table.n, counts / table.n, RESAMPLES)
-    low, high = np.percentile(np.nan_to_num(kappas(resampled)), (2.5, 97.5))
-    return Kappa(float(value), float(low), float(high))
+    @property
+    def judge_rate(self) -> float:
+        """The share that the judge accepts."""
+        return (self.counts[True, True] + self.counts[False, True]) / self.n
 
+    @property
+    def kappa(self) -> Kappa:
+        """Cohen's kappa (Cohen 1960, "A coefficient of agreement for nominal scales"): (p_o - p_e) / (1 - p_e).
 
-def agreement_json(people: Sequence[bool], judge: Sequence[bool]) -> dict[str, Any]:
-    """What `labels --json` says of the decisions of two; `agreement` is None without any."""
-    table = confusion(people, judge)
-    return {
-        "n": table.n,
-        "agreement": table.agreement if table.n else None,
-        "kappa": asdict(kappa_of(table)),
-        "confusion": table.rows,
-    }
+        p_o is the observed agreement, p_e that of raters who decide by chance at their own rates. Where p_e is 1,
+        both always decide the same, and nothing is known about agreement. The interval is the percentile bootstrap
+        over the pairs (9,999 resamples, a fixed seed); resampling pairs means drawing the four counts from a
+        multinomial distribution. A resample in which both always decide the same counts as 0: it shows no agreement
+        beyond chance.
+        """
+        # Imported here: pages and commands that show no agreement need no numpy.
+        import numpy as np
+
+        def kappas(counts: Any) -> Any:
+            accept_accept, accept_reject, reject_accept, reject_reject = counts.T / self.n
+            people, judge = accept_accept + accept_reject, accept_accept + reject_accept
+            expected = people * judge + (1 - people) * (1 - judge)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                return np.where(expected < 1, (accept_accept + reject_reject - expected) / (1 - expected), np.nan)
+
+        counts = np.array([self.counts[one, other] for one in (True, False) for other in (True, False)])
+        if not self.n or np.isnan(value := kappas(counts)):
+            return Kappa(None, None, None)
+        if self.n < 2:
+            return Kappa(float(value), None, None)
+        resampled = np.random.default_rng(SEED).multinomial(self.n, counts / self.n, RESAMPLES)
+        low, high = np.percentile(np.nan_to_num(kappas(resampled)), (2.5, 97.5))
+        return Kappa(float(value), float(low), float(high))
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures; `confusion` has the counts by the first decision, then by the second."""
+        rows = (("accept", True), ("reject", False))
+        return {
+            "n": self.n,
+            "agreement": self.share,
+            "kappa": asdict(self.kappa),
+            "confusion": {
+                name: {"accepted": self.counts[said, True], "rejected": self.counts[said, False]}
+                for name, said in rows
+            },
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +113,14 @@ class Calibration:
     """The outcome.
 
     Attributes:
+        agreement: Of people and judge, on the replies that are decided.
         undecided: Replies that count in no figure, with the reason.
         consistency: The share of equal pairs among the repeats of a reply; None without repeats.
         unanimous: The share of replies whose repeats are all equal; None without repeats.
         worst: The disagreements with the largest margins.
     """
 
-    confusion: Confusion
-    kappa: Kappa
+    agreement: Agreement
     undecided: tuple[tuple[LabelledReply, str], ...]
     consistency: float | None
     unanimous: float | None
@@ -141,10 +129,6 @@ class Calibration:
     calls: int
     prompt_tokens: int
     completion_tokens: int
-
-    @property
-    def n(self) -> int:
-        return self.confusion.n
 
 
 def calibrate(
@@ -180,8 +164,7 @@ def calibrate(
 def _summary(
     labels: Sequence[LabelledReply], verdicts: Sequence[Sequence[Verdict]], threshold: float, repeats: int
 ) -> Calibration:
-    people: list[bool] = []
-    judge: list[bool] = []
+    agreement = Agreement()
     undecided = []
     worst = []
     decisions = []
@@ -193,18 +176,15 @@ def _summary(
             undecided.append((label, repeated_verdicts[0].error or "its repeats do not agree"))
             continue
         accept = 2 * sum(accepts) > len(accepts)
-        people.append(label.accept)
-        judge.append(accept)
+        agreement.counts[label.accept, accept] += 1
         if accept is not label.accept:
             verdict = decided[accepts.index(accept)]
             worst.append(Disagreement(label, verdict, abs((verdict.score or 0.0) - threshold)))
     worst.sort(key=lambda disagreement: disagreement.margin, reverse=True)
     everything = [verdict for repeated_verdicts in verdicts for verdict in repeated_verdicts]
     repeated = [accepts for accepts in decisions if len(accepts) > 1]
-    table = confusion(people, judge)
     return Calibration(
-        confusion=table,
-        kappa=kappa_of(table),
+        agreement=agreement,
         undecided=tuple(undecided),
         consistency=consistency(decisions),
         unanimous=sum(len(set(accepts)) == 1 for accepts in repeated) / len(repeated) if repeated else None,

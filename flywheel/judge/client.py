@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-import httpx2
 import orjson
 from tenacity import RetryCallState
 
@@ -41,7 +40,7 @@ from flywheel.judge.chat_completions import (
     request_parts,
     says_unsupported,
 )
-from flywheel.judge.limits import MODERATION, ConcurrencyLimit, Key, KeyPool, RateLimiter
+from flywheel.judge.limits import KEY_REJECTED, MODERATION, ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.judge.rubric.rubric import ALIEN, Rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.secrets import keys_in
@@ -354,25 +353,28 @@ class JudgeEndpoint:
             return None if error.status in UNDECIDED else (error.status, error.code)
         return ANSWERED
 
-    def model_listings(self) -> list[httpx2.Response]:
-        """The responses to requests for its models, which cost nothing: without a key, and with each key.
+    def models(self) -> list[str]:
+        """The models that it lists, empty if it lists none; asking for them costs nothing.
 
-        Raises JudgeError where none arrives.
+        Raises JudgeError if it cannot be reached, fails, or accepts no key.
         """
-        import openai
-
         keys, client = self._connect()
-        answers = []
-        for key in ("", *(each.secret for each in keys.keys)):
-            try:
-                with call_errors():
-                    headers = authorization(key)
-                    answers.append(client.get("/models", cast_to=httpx2.Response, options={"headers": headers}))
-            except CallError as error:
-                if not isinstance(error.__cause__, openai.APIStatusError):
-                    raise self._unreachable(str(error)) from error
-                answers.append(error.__cause__.response)
-        return answers
+
+        def listed(key: Key) -> Any:
+            with call_errors():
+                return client.get("/models", cast_to=object, options={"headers": authorization(key.secret)})
+
+        try:
+            answer = keys.attempt(listed, NEVER, self._settings.timeout_seconds, str(self.config))
+            return [str(card["id"]) for card in answer["data"]]
+        except CallError as error:
+            if error.status in KEY_REJECTED:
+                raise self._error(str(error), HINTS[error.status]) from error
+            if not error.status or error.status >= 500:
+                raise self._unreachable(str(error)) from error
+            return []
+        except (KeyError, TypeError):
+            return []
 
     def rejected(self, error: CallError) -> JudgeReply:
         """A call that the endpoint rejected. Raises JudgeError when every other call would be rejected too."""

@@ -1,5 +1,5 @@
 """Pairs of a conversation so far and the tool that was called next with success, from judged traces; their split by
-tool, and hard negatives. Plain data, no input or output."""
+tool, and hard negatives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from flywheel.records.similarity import jaccard, words
-from flywheel.records.states import Split
+from flywheel.records.states import ACCEPTED, Split
 from flywheel.records.task import TaskLine, conversation_key, split_of, trace_parts
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, calls_in, functions_by_name
 from flywheel.retrieval.texts import encoded_query, query_texts, tool_text
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import task_list
 
+PAGE: Final = 200
+"""Tasks that are read in one transaction."""
 TRAINED_TOOLS: Final = 0.8
 """The share of tools that training may see. The others show how the encoder does on tools that are added later."""
 
@@ -72,6 +76,18 @@ class Calls:
             for name in sorted(right) if query else ():
                 key = f"{line['task_id']}:{number}:{name}"
                 self.pairs[split].append(Pair(key, query, name, conversation, frozenset(right - {name}), offered))
+
+
+async def accepted_calls(store: Store, target: str | None) -> Calls:
+    """The tool calls of the accepted tasks, all or those of one target."""
+    calls = Calls()
+    for split in Split:
+        after = 0
+        while ids := await store.read(task_list.next_ids, ACCEPTED, (split,), target, after=after, limit=PAGE):
+            for one in await store.read(task_list.with_verdicts, ids):
+                calls.add(one.line, split)
+            after = ids[-1]
+    return calls
 
 
 def trained_tools(names: Iterable[str], seed: int) -> frozenset[str]:

@@ -7,20 +7,25 @@ take what most people accept for good, and what most reject for bad.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, or_, select
 
 from flywheel.errors import StoreError
-from flywheel.judge.annotations import Annotation, LeftOutError, spellings
-from flywheel.judge.labels import PersonLabel
+from flywheel.judge.annotations import Annotation, LeftOutError, read_annotations, spellings, usable
+from flywheel.judge.calibration import Agreement
+from flywheel.judge.labels import LabelFile, PersonLabel, read_labels
 from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
+from flywheel.store.calibrations import lines_of
 from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import labels, replies, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.reply_names import names_of_span, run_of
@@ -57,22 +62,18 @@ class Opinion:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """Decisions on the same replies, in the same order."""
-
-    first: list[bool]
-    second: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
 class Agreements:
-    """What agreement is computed of: people's labels and the judge's verdicts on whole replies, of all labels and of
-    those that were given without seeing the verdict; the same for each criterion; and those of two people."""
+    """People's labels and the judge's verdicts on whole replies, of all labels and of those that were given without
+    seeing the verdict; the labels of two people; and the same as `judge` for each criterion."""
 
-    judge: Pairs
-    judge_blind: Pairs
-    criteria: Mapping[str, Pairs]
-    people: Pairs
+    judge: Agreement = field(default_factory=Agreement)
+    judge_blind: Agreement = field(default_factory=Agreement)
+    people: Agreement = field(default_factory=Agreement)
+    criteria: dict[str, Agreement] = field(default_factory=lambda: defaultdict(Agreement))
+
+    def as_json(self) -> dict[str, Any]:
+        whole = {name: getattr(self, name).as_json() for name in ("judge", "judge_blind", "people")}
+        return {**whole, "criteria": {name: each.as_json() for name, each in sorted(self.criteria.items())}}
 
 
 def add(
@@ -119,6 +120,25 @@ def add(
         return int(last.id)
     added = insert(labels).values(**person, **said, created_at=at or utcnow()).returning(labels.c.id)
     return int(conn.execute(added).scalar_one())
+
+
+async def read_label_file(store: Store, path: Path) -> LabelFile:
+    """The labels of a file, whose lines can name tasks of the state. Raises ConfigError."""
+    return await store.read(lambda conn: read_labels(path, partial(lines_of, conn)))
+
+
+async def import_file(store: Store, path: Path, by: str, **reading: Any) -> tuple[int, int, Counter[str]]:
+    """Store the labels of a file of labelled tasks, or the annotations of another tool, which are read as `reading`
+    says (`usable`). `by` labelled where the file does not say who did. Returns what `import_labels` does. Raises
+    ConfigError."""
+    found: Iterable[tuple[Annotation | str, PersonLabel]]
+    if (lines := read_annotations(path)) is not None:
+        found, left_out = usable(lines, by=by, **reading)
+    else:
+        given = await read_label_file(store, path)
+        found, left_out = given.by_task(by), Counter({"it has no answer or no verdict": given.left_out})
+    replies, new, unstored = await store.write(import_labels, found)
+    return replies, new, left_out + unstored
 
 
 def import_labels(
@@ -264,31 +284,25 @@ def _judged(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], boo
 
 def agreements(opinions: Iterable[Opinion]) -> Agreements:
     """What people and judge have both decided. Labels `unsure` decide nothing."""
-    judge, blind, people = Pairs([], []), Pairs([], []), Pairs([], [])
-    criteria: dict[str, Pairs] = {}
-    by_task: dict[str, dict[str, bool]] = {}
+    found = Agreements()
+    by_task: defaultdict[str, dict[str, bool]] = defaultdict(dict)
     for each in opinions:
         if each.label is Label.UNSURE:
             continue
         accepts = each.label is Label.ACCEPT
         if not each.criterion:
-            by_task.setdefault(each.task_id, {})[each.labelled_by] = accepts
+            by_task[each.task_id][each.labelled_by] = accepts
         if each.accepted is None:
             continue
-        for pairs in (
-            (criteria.setdefault(each.criterion, Pairs([], [])),)
-            if each.criterion
-            else (judge, blind) if each.is_blind else (judge,)
-        ):  # fmt: skip
-            pairs.first.append(accepts)
-            pairs.second.append(each.accepted)
+        of = found.criteria[each.criterion] if each.criterion else found.judge
+        of.counts[accepts, each.accepted] += 1
+        found.judge_blind.counts[accepts, each.accepted] += each.is_blind and not each.criterion
     for said in by_task.values():
         if len(said) > 1:
             # The two whose names come first: each reply counts once.
             one, other = sorted(said)[:2]
-            people.first.append(said[one])
-            people.second.append(said[other])
-    return Agreements(judge, blind, dict(sorted(criteria.items())), people)
+            found.people.counts[said[one], said[other]] += 1
+    return found
 
 
 def label_file(conn: Connection) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ LARGEST_KEPT_BYTES: Final = 2**30
 """Of a process that keeps freed blocks."""
 OPEN_FILES: Final = 65_536
 """Shells and systemd often allow only 1,024."""
+SYSTEMCTL_SECONDS: Final = 10.0
+"""Longest wait for systemd to say how it runs a service."""
 
 
 def tune_process() -> None:
@@ -80,6 +82,26 @@ def in_container(root: Path = Path("/")) -> bool:
     with contextlib.suppress(OSError):
         return any(name.startswith(b"container=") for name in (first / "environ").read_bytes().split(b"\0"))
     return False
+
+
+def kill_mode(cgroup: Path = Path("/proc/self/cgroup")) -> str:
+    """What systemd ends with the service that this process is in (`KillMode=`); empty outside a service, and where
+    systemd does not say."""
+    # Imported here: child processes that only set their limits start no others.
+    import subprocess
+
+    try:
+        place = cgroup.read_text().strip().rpartition(":")[2]
+        if not place.endswith(".service"):
+            return ""
+        manager = ["--user"] if "/user@" in place else []
+        command = ["systemctl", *manager, "show", Path(place).name, "--property=KillMode", "--value"]
+        shown = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=SYSTEMCTL_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return shown.stdout.strip()
 
 
 def adopt_orphans() -> None:

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.requests import perform
-from flywheel.judge.calibration import agreement_json
 from flywheel.records.states import Label
 from flywheel.store import labels
 from flywheel.store.kernel.bulk import rows_in
@@ -168,15 +167,15 @@ def _page(name: str, before: int | None, differing: bool, conn: Connection) -> d
     rows = [
         ("People and judge", pairs.judge),
         ("Of these, labelled blind", pairs.judge_blind),
-        *((f"Criterion {name}", of) for name, of in pairs.criteria.items()),
+        *((f"Criterion {name}", of) for name, of in sorted(pairs.criteria.items())),
         ("Two people", pairs.people),
     ]
     return {
         "queue": [(key, why, texts[key].payload) for key, why in shown.items()],
         "sizes": {part: sum(why == part for _, why in queue) for part in PARTS},
         "mine": sum(each.labelled_by == name and not each.criterion for each in opinions),
-        "agreement": [(title, agreement_json(of.first, of.second)) for title, of in rows if of.first],
-        "table": agreement_json(pairs.judge.first, pairs.judge.second)["confusion"] if pairs.judge.first else None,
+        "agreement": [(title, of.as_json()) for title, of in rows if of.n],
+        "table": pairs.judge.as_json()["confusion"] if pairs.judge.n else None,
         "found": [(each, _differs(each)) for each in wanted[:PER_PAGE]],
         "older": wanted[PER_PAGE - 1].id if len(wanted) > PER_PAGE else None,
         "total": len(opinions),

@@ -252,3 +252,12 @@ def test_rows_that_cannot_be_read_agree_whatever_their_trace_is_called(flywheel:
     ran = flywheel("audit", "--deep", "--source", studio, "--json")
     assert ran.code == 0, ran.out
     assert ran.json["sources"][0]["in_ledger"] == read["replies"]
+
+
+def test_a_copy_of_a_data_set_that_is_not_there_is_not_made(flywheel: Run, tmp_path: Path) -> None:
+    write_lines(tmp_path / "given.jsonl", *LINES)
+    source = {"type": "jsonl", "path": "copy.jsonl", "dataset": {"path": str(tmp_path / "given.jsonl")}}
+    config = write_config(tmp_path, state={"dir": "home"}, sources=[source])
+    found = deep(flywheel, config, code=1)
+    assert "there is no copy of the data set yet" in found["sources"][0]["error"]
+    assert not (tmp_path / "copy.jsonl").exists()

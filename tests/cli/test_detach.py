@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flywheel.daemon import service
-from flywheel.errors import EXIT_CONFIG
+from flywheel.errors import EXIT_CONFIG, TrainError
 from tests import waiting, warm
 from tests.cli.conftest import Run
 from tests.conftest import POLICY
@@ -116,3 +116,18 @@ def test_a_container_is_refused_a_worker_that_outlives_the_daemon(
     config = due_config(daemon={"on_stop": "detach", "metrics": None})
     ran = flywheel("run", "-c", config)
     assert (ran.code, "daemon.on_stop is detach, and this is a container" in ran.err) == (EXIT_CONFIG, True), ran.err
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [("mixed", True), ("process", False), ("", False)])
+def test_a_service_that_ends_the_worker_it_should_leave_is_told(
+    flywheel: Run, due_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mode: str, *, is_told: bool
+) -> None:
+    async def started(_: object) -> None:
+        raise TrainError("go on", "this is as far as the test goes")
+
+    monkeypatch.setattr(service, "in_container", lambda: False)
+    monkeypatch.setattr(service, "kill_mode", lambda: mode)
+    monkeypatch.setattr(service.Service, "recover", started)
+    ran = flywheel("run", "-c", due_config(daemon={"on_stop": "detach", "metrics": None}))
+    assert "this is as far" in ran.err
+    assert (f"KillMode={mode}" in ran.err and "detach.conf" in ran.err) is is_told

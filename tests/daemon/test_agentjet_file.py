@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from flywheel.cli.audit.deep_audit import deep_audit
 from flywheel.config.file import Config
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.judge.prompt import parse_sections
+from flywheel.sources.audit import deep_audit
 from flywheel.store.views import balance
 from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer

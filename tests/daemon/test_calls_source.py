@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.cli.doctor import Result
-from flywheel.cli.doctor.data import check_sources
 from flywheel.config.file import Config, load, parse
 from flywheel.daemon.backup import back_up, erase_again
+from flywheel.daemon.checkup import Result, examine_source
 from flywheel.daemon.erasure import Eraser
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
@@ -24,6 +23,7 @@ from flywheel.records.trace import Cursor
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
 from flywheel.sources import calls_connector
 from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.otlp.inbox import own_file
 from flywheel.store import erasures, ledger
 from flywheel.store.backup import restore
 from flywheel.store.checkpoints import reopen
@@ -427,13 +427,13 @@ async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -
 async def test_the_doctor_says_what_was_found_and_the_copy_is_private(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
-        (finding,) = check_sources(config)
+        path = own_file(source := config.sources[0], config.state_dir)
+        finding = examine_source(source, path)
         assert (finding.result, finding.text) == (Result.OK, "no reply was found in recorded calls yet")
         server.log.append(turn(1, 0))
         await ingest(config)
-    (finding,) = check_sources(config)
+    finding = examine_source(source, path)
     assert (finding.result, finding.figures["calls"]) == (Result.OK, 2)
-    assert finding.subject == str(config.state_dir / "calls" / "calls.db")
     for each in (config.state_dir / "calls").iterdir():
         assert each.stat().st_mode & 0o077 == 0, "the copy is private"
 

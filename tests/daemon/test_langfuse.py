@@ -328,7 +328,7 @@ def test_doctor_checks_the_keys(
     finding = {each["name"]: each for each in flywheel("doctor", "--json").json["checks"]}["langfuse"]
     assert (finding["result"], finding["found"]) == (
         "failed",
-        "the variable LANGFUSE_SECRET_KEY is not set, so nothing is sent",
+        "cannot send scores to Langfuse: the variable LANGFUSE_SECRET_KEY is not set",
     )
     assert server.requests == []
 

@@ -481,7 +481,7 @@ async def test_a_command_that_fails_is_run_again(
     assert len((tmp_path / "out").read_text().splitlines()) == 2
     missing = await begun(store, configured(tmp_path, {"command": "/not/there", "on": EVERY}))
     await store.write(letter, "t-2")
-    with pytest.raises(NotifyError, match="notify /not/there: No such file"):
+    with pytest.raises(NotifyError, match="notify /not/there: /not/there is no program"):
         await missing.deliver()
 
 
@@ -596,7 +596,7 @@ async def test_a_url_in_a_variable(
     target = await begun(store, configured(tmp_path, {"url_env": "OF_THE_HOOK", "on": EVERY}))
     await store.write(letter, "t-1")
     monkeypatch.delenv("OF_THE_HOOK", raising=False)
-    with pytest.raises(NotifyError, match=r"notify \$OF_THE_HOOK: the variable is not set"):
+    with pytest.raises(NotifyError, match=r"notify \$OF_THE_HOOK: the variable OF_THE_HOOK with the URL is not set"):
         await target.deliver()
     monkeypatch.setenv("OF_THE_HOOK", webhook.url)
     await target.deliver()

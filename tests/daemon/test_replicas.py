@@ -6,6 +6,7 @@ The pods are loopback addresses with one port; the name has those addresses that
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +17,8 @@ import httpx2
 import pytest
 
 from demo.ports import held_port
-from flywheel.cli.doctor import Result
-from flywheel.cli.doctor.serving import check_servers
 from flywheel.config.file import Config
+from flywheel.daemon.checkup import examine_server
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.status import Status, snapshot
 from flywheel.errors import Condition, ServeError
@@ -217,8 +217,9 @@ async def test_a_name_without_an_address_is_an_error_by_that_name(
         await deployer.deploy("r0001", "test")
     report = await deployer.reconcile()
     assert [(each.url, each.condition) for each in report.replicas] == [(entry, Condition.UNREACHABLE)]
-    found = [each async for each in check_servers(config)]
-    assert [(each.result, each.subject) for each in found] == [(Result.FAILED, entry)]
+    for url, name in (await replica_urls(config.serving)).items():
+        with pytest.raises(ServeError, match=re.escape(entry)):
+            await examine_server(config, url, name)
 
 
 async def test_the_others_are_reconciled_beside_a_name_without_an_address(

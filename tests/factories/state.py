@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flywheel.cli.audit.deep_audit import DeepAudit, deep_audit
 from flywheel.config.file import Config
 from flywheel.daemon.service import Service
+from flywheel.sources.audit import DeepAudit, deep_audit
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.kernel.database import Store
 

@@ -1,4 +1,5 @@
-"""Containers, in which no process outlives the first one, are told from machines and from system containers."""
+"""Containers, in which no process outlives the first one, are told from machines and from system containers; and what
+systemd ends with a service."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.system.process import in_container
+from flywheel.system.process import in_container, kill_mode
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +44,21 @@ def test_a_machine_and_a_system_container(tmp_path: Path) -> None:
     assert not in_container(machine(tmp_path / "other", "init", environ="PATH=/bin\0no_container=x\0"))
     assert not in_container(machine(tmp_path / "lxc", "systemd", environ="container=lxc\0"))
     assert not in_container(tmp_path / "nothing to read")
+
+
+def test_systemd_says_what_it_ends_with_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cgroup, program = tmp_path / "cgroup", tmp_path / "systemctl"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cgroup.write_text("0::/system.slice/flywheel.service\n")
+    program.write_text('#!/bin/sh\necho "$@" >>"$0.log"\necho mixed\n')
+    program.chmod(0o700)
+    assert kill_mode(cgroup) == "mixed"
+    cgroup.write_text("0::/user.slice/user-7.slice/user@7.service/app.slice/flywheel@two.service\n")
+    assert kill_mode(cgroup) == "mixed"
+    asked = Path(f"{program}.log").read_text().splitlines()
+    said = "--property=KillMode --value"
+    assert asked == [f"show flywheel.service {said}", f"--user show flywheel@two.service {said}"]
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert kill_mode(cgroup) == ""
+    cgroup.write_text("0::/user.slice/user-7.slice/session-1.scope\n")
+    assert kill_mode(cgroup) == kill_mode(tmp_path / "nothing to read") == ""

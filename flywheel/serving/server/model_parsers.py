@@ -126,7 +126,7 @@ def writes_tools(base: str, template: str | None = None) -> bool | None:
     """Whether a chat template uses the tools of a request: that of the model, or `template`, a file or the template
     itself. None if it is not on this machine."""
     if template is None:
-        text = _template(folder) if (folder := folder_of(base)) else ""
+        text = template_in(folder) if (folder := folder_of(base)) else ""
     else:
         try:
             text = Path(template).read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def _chosen(given: str | None, known: str | None) -> str | None:
 def _known(name: str, folder: Path | None) -> Parsers:
     settings = _json(folder / "config.json") if folder else None
     kind = str(settings.get("model_type") or "") if isinstance(settings, dict) else ""
-    template = _template(folder) if folder else ""
+    template = template_in(folder) if folder else ""
     family = _family(name, kind, template)
     if family is None:
         return Parsers()
@@ -181,7 +181,7 @@ def _thinks(name: str, template: str, reasoning: str) -> bool:
     return bool(_THINKS.search(template)) if template else reasoning in _BY_DEFAULT or bool(_BY_NAME.search(name))
 
 
-def _template(folder: Path) -> str:
+def template_in(folder: Path) -> str:
     """The model's chat template with all its variants; empty without one."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")

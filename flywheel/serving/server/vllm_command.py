@@ -77,7 +77,8 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def check_arguments(extra_args: Sequence[str]) -> None:
-    """Raise ServeError for arguments that other settings control or that break a promise of Flywheel."""
+    """Raise ServeError for arguments that other settings control, that break a promise of Flywheel, or whose value is
+    not what vLLM reads."""
     for argument in extra_args:
         # As vLLM parses them: underscores equal dashes, and unambiguous prefixes are accepted.
         flag = _flag(argument)
@@ -94,6 +95,16 @@ def check_arguments(extra_args: Sequence[str]) -> None:
                 f"serving.extra_args holds {flag}, and an adapter would be loaded into one of its replicas only",
                 "Start one server per replica and name each in serving.urls.",
             )
+    for name in OBJECTS:
+        value = _value(extra_args, name)
+        try:
+            # As vLLM takes `null` for none.
+            is_right = value is None or isinstance(json.loads(value) or {}, dict)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            why = f"{name} in serving.extra_args is no JSON object"
+            raise ServeError(_ATTEMPTED, why, f"""Correct it, as in {name} '{{"name": "value"}}'.""")
 
 
 def has_tls(extra_args: Sequence[str]) -> bool:
@@ -116,20 +127,6 @@ def parses_tools(arguments: Sequence[str]) -> bool:
 def chat_template(arguments: Sequence[str]) -> str | None:
     """The chat template in vLLM's arguments, a file or the template itself; None is the model's own."""
     return _value(arguments, "--chat-template")
-
-
-def not_json(arguments: Sequence[str]) -> str | None:
-    """The first of vLLM's arguments for chats whose value must be a JSON object and is none."""
-    for name in OBJECTS:
-        value = _value(arguments, name)
-        try:
-            # As vLLM takes `null` for none.
-            is_right = value is None or isinstance(json.loads(value) or {}, dict)
-        except ValueError:
-            is_right = False
-        if not is_right:
-            return name
-    return None
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.cli.doctor import Result
-from flywheel.cli.doctor.judge import check_judge
 from flywheel.config.file import Config, load
+from flywheel.daemon.checkup import Result, examine_rubric
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.rounds import Rounds
@@ -50,7 +49,7 @@ async def test_a_round_is_planned_and_the_doctor_does_not_warn(tmp_path: Path, s
     await store.write(put_tasks, 6, 4)
     assert await Rounds(store, config, rubric, Deployer(store, config)).start_due()
     assert (await spec_again(store, config)).rubric["criteria"][0]["type"] == kind
-    assert next(check for check in check_judge(config) if check.name == "rubric").result is Result.OK
+    assert examine_rubric(config).result is Result.OK
 
 
 async def test_a_round_waits_for_a_calibration(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

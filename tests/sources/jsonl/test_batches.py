@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.cli.audit.deep_audit import compare_sources
 from flywheel.config.file import Config, parse
 from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor
+from flywheel.sources.audit import compare_sources
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.sources.jsonl.batch_reader import AMBIGUOUS, PAGE_LINES, BatchReader
 from flywheel.store.dead_letters import retry

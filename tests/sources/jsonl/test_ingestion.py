@@ -15,9 +15,9 @@ import psutil
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel.cli.audit.deep_audit import SourceAudit, compare_sources
 from flywheel.config.file import Config, parse
 from flywheel.records.task import entry_of
+from flywheel.sources.audit import SourceAudit, compare_sources
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flywheel.cli.doctor import Result
-from flywheel.cli.doctor.data import check_rounds
-from flywheel.config.file import Config
 from flywheel.training.data.step_figures import figures_of, times_of
 
 STEPS: list[dict[str, Any]] = [
@@ -55,27 +48,3 @@ def test_lines_of_an_older_version_have_no_busy_time() -> None:
     times = times_of(figures_of([{"seconds": line["seconds"]} for line in STEPS]))
     assert times is not None
     assert set(times.busy.values()) == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("lines", "result", "text"),
-    [
-        ([], Result.SKIPPED, "there was no round with rollouts yet"),
-        (
-            STEPS,
-            Result.OK,
-            "3 steps of r0002 took 1 min 26 s: 35% generation, 44% waiting for the judge, 3% loading weights, 17%"
-            " updates; training.overlap would have saved about 14 s",
-        ),
-    ],
-)
-def test_doctor_says_where_the_time_of_the_newest_round_went(
-    tmp_path: Path, lines: list[dict[str, Any]], result: Result, text: str
-) -> None:
-    for name in ("r0001", "r0002", "debug"):
-        folder = tmp_path / "rounds" / name
-        folder.mkdir(parents=True)
-        written = lines if name == "r0002" else []
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
-    found = check_rounds(Config.model_validate({"state": {"dir": str(tmp_path)}}))
-    assert (found.result, found.text) == (result, text)

@@ -1,44 +1,37 @@
-"""`flywheel audit --deep`: compares the ledger with the current content of the sources, and the task file with it.
+"""The ledger compared with the current content of the sources.
 
-Read-only on all sides, and beside a running daemon: a source is read first and the ledger afterwards, and
-differences are checked a second time before they count. Every exported task must be in the task file once, every line
-complete. If another program moves the file away, the next export starts a new one. So tasks older than all in the
-file were moved away with an earlier file; only tasks between its first and its last one are missing.
+Read-only on all sides, and beside a running daemon: a source is read first and the ledger afterwards, and differences
+are checked a second time before they count.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
-
-import orjson
+from typing import Any
 
 from flywheel.config.file import Config
 from flywheel.errors import CallLogError, SourceError
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.privacy import PrivateNames
 from flywheel.records.states import ReplyState
 from flywheel.records.task import Batch
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls_connector import CallsConnector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
-from flywheel.sources.jsonl.reader import JsonlReader, is_folder
-from flywheel.sources.jsonl_connector import RowIds, with_ids
+from flywheel.sources.jsonl_connector import JsonlConnector, RowIds, with_ids
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio_connector import StudioConnector
-from flywheel.store import ledger, placed_calls, task_file
+from flywheel.store import ledger, placed_calls
 from flywheel.store.checkpoints import reopen, store_checkpoints
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import LedgerSnapshot, StoredReply
 from flywheel.store.reply_names import named
+from flywheel.store.task_file_audit import TaskFileAudit, compare_task_file, first_names, with_counts
 from flywheel.system.terminal import quantity
 
 
@@ -149,7 +142,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                 elif isinstance(source.connector, CallsConnector):
                     met = await _compare_calls(store, source.connector, audit, number)
                 else:
-                    met = await _compare_file(store, audit, number, config.privacy.exclude.names)
+                    met = await _compare_file(store, source.connector, audit, number)
                 audit.gone = len(before - met)
             except (SourceError, CallLogError) as error:
                 audit.condition = error.condition if isinstance(error, SourceError) else "failing"
@@ -322,9 +315,13 @@ async def _compare_calls(store: Store, connector: CallsConnector, audit: SourceA
     return met
 
 
-async def _compare_file(store: Store, audit: SourceAudit, source: int | None, private: PrivateNames) -> set[int]:
+async def _compare_file(store: Store, connector: JsonlConnector, audit: SourceAudit, source: int | None) -> set[int]:
     """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
-    rows = await _read_file(store, audit.path, source, Cursor(), private)
+    if connector.is_copy and not audit.path.exists():
+        # The connector would write it.
+        attempted, hint = f"read {audit.path}", "`flywheel ingest` writes it."
+        raise SourceError(attempted, "there is no copy of the data set yet", hint)
+    rows = await _read_file(store, connector, source, Cursor())
     if source is None:
         audit.not_read_yet = len(rows.contents.keys() - rows.completed.keys())
         return set()
@@ -337,7 +334,7 @@ async def _compare_file(store: Store, audit: SourceAudit, source: int | None, pr
         if is_gone and row in rows.contents and row not in held.replies:
             rows.contents[before], rows.names[before] = rows.contents.pop(row), rows.names[row]
     found = {row: reply for row, reply in held.replies.items() if row in rows.contents}
-    unread = (await _read_file(store, audit.path, source, held.cursor, private)).contents
+    unread = (await _read_file(store, connector, source, held.cursor)).contents
     audit.missing = [rows.names[row] for row in rows.contents if row not in found and row not in unread]
     audit.in_ledger = len(found)
     audit.not_read_yet = len(rows.contents) - audit.in_ledger - len(audit.missing)
@@ -359,157 +356,20 @@ class _Rows:
     completed: dict[str, str] = field(default_factory=dict)
 
 
-async def _read_file(store: Store, path: Path, source: int | None, cursor: Cursor, private: PrivateNames) -> _Rows:
+async def _read_file(store: Store, connector: JsonlConnector, source: int | None, cursor: Cursor) -> _Rows:
     """The rows from the cursor on."""
     read, ids = _Rows(), RowIds()
-    reader = await asyncio.to_thread(_reader_of, path, private)
-    try:
-        batches = reader.read(cursor, final=True)
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+    connector.forget()
+    async with aclosing(connector.read(source or 0, cursor, final=True)) as batches:
+        async for batch in batches:
             for dead in batch.dead:
                 read.contents[dead.span_id], read.names[dead.span_id] = None, dead.span_id
             for entry in await store.read(with_ids, source or 0, ids, batch.entries):
                 if entry:
                     read.contents[entry.span_id] = entry.content
                     read.names[entry.span_id] = entry.own_id or entry.span_id
-    finally:
-        if isinstance(reader, JsonlReader):
-            reader.close()
     read.completed = ids.completed
     for row in read.contents:
         gone = ids.rows.get(read.names[row], set()) - read.contents.keys()
         read.edited += ((before, row) for before in sorted(gone))
     return read
-
-
-def _reader_of(path: Path, private: PrivateNames) -> JsonlReader | BatchReader:
-    if is_folder(path) or path in BatchFiles():
-        return BatchReader(path, private=private)
-    return JsonlReader(path, private=private)
-
-
-SHOWN: Final = 5
-"""Names that a message lists."""
-_ATTEMPTS: Final = 10
-_PAUSE_SECONDS: Final = 0.1
-"""A line that is being appended is complete soon."""
-
-
-@dataclass(slots=True)
-class TaskFileAudit:
-    """The result. `exported` tasks are in the file, were `moved_away` with an earlier one, or are `lost`.
-
-    `waiting` tasks are still to be exported. `unknown` lines are tasks that the state does not have: an older state
-    was restored, or another program wrote them. `torn` are the numbers of incomplete lines.
-    """
-
-    path: Path
-    lines: int = 0
-    exported: int = 0
-    waiting: int = 0
-    moved_away: int = 0
-    unknown: int = 0
-    twice: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    torn: list[int] = field(default_factory=list)
-    error: str = ""
-
-    @property
-    def problems(self) -> list[str]:
-        wrong = []
-        if self.twice:
-            wrong.append(
-                f"{quantity(len(self.twice), 'task')} more than once in {self.path}: {first_names(self.twice)}"
-            )
-        if self.lost:
-            tasks = quantity(len(self.lost), "exported task")
-            wrong.append(f"{tasks} missing between others in {self.path}: {first_names(self.lost)}")
-        if self.torn:
-            numbers = first_names([str(number) for number in self.torn])
-            wrong.append(f"{quantity(len(self.torn), 'line')} of {self.path} torn or no task: line {numbers}")
-        remedy = "Restore the file from a backup, or move it away: the next task starts a new one."
-        return [*([self.error] if self.error else []), *(f"{each}. {remedy}" for each in wrong)]
-
-    @property
-    def line(self) -> str:
-        """The result in one line."""
-        return with_counts(
-            f"{self.path}: {quantity(self.lines, 'line')}, {quantity(self.exported, 'task')} exported",
-            {
-                "more than once": len(self.twice),
-                "missing": len(self.lost),
-                "torn": len(self.torn),
-                "moved away with an earlier file": self.moved_away,
-                "not exported yet": self.waiting,
-                "unknown to the state": self.unknown,
-            },
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        counts = ("lines", "exported", "waiting", "moved_away", "unknown")
-        return {
-            "path": str(self.path),
-            **{name: getattr(self, name) for name in counts},
-            **{name: len(getattr(self, name)) for name in ("twice", "lost", "torn")},
-            "error": self.error,
-        }
-
-
-def first_names(names: list[str]) -> str:
-    """The first names of a list, for a message."""
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-
-
-def with_counts(begin: str, counts: dict[str, int]) -> str:
-    """A line of a report with the counts that are not zero."""
-    return "; ".join([begin, *(f"{number:,} {what}" for what, number in counts.items() if number)])
-
-
-async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
-    """Compare the task file with the state. Tasks may be appended meanwhile."""
-    # The state is read first: tasks marked as exported are in the file.
-    exported = await store.read(task_file.exported_keys)
-    waiting = await store.read(task_file.count_unexported)
-    audit = TaskFileAudit(path, exported=len(exported), waiting=waiting)
-    try:
-        keys = await _read(audit)
-    except OSError as error:
-        audit.error = f"cannot read the task file {error.filename or path}: {error.strerror or error}."
-        return audit
-    audit.twice = [key for key, times in keys.items() if times > 1]
-    audit.unknown = len(await store.read(task_file.unknown_keys, [key for key in keys if key not in exported]))
-    absent = [key for key in exported if key not in keys]
-    first = min((exported[key] for key in keys if key in exported), default=None)
-    audit.lost = [key for key in absent if first is not None and exported[key] > first]
-    audit.moved_away = len(absent) - len(audit.lost)
-    return audit
-
-
-async def _read(audit: TaskFileAudit) -> Counter[str]:
-    """How often the file has each task."""
-    for attempt in range(_ATTEMPTS):
-        keys, audit.lines, audit.torn, is_complete = await asyncio.to_thread(_keys_of, audit.path)
-        if is_complete or attempt == _ATTEMPTS - 1:
-            break
-        await asyncio.sleep(_PAUSE_SECONDS)
-    return keys
-
-
-def _keys_of(path: Path) -> tuple[Counter[str], int, list[int], bool]:
-    """How often a file has each task, how many lines it has, which are no task, and if the last line is complete."""
-    keys: Counter[str] = Counter()
-    torn: list[int] = []
-    number, line = 0, b"\n"
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    keys[str(orjson.loads(line)["task_id"])] += 1
-                except (orjson.JSONDecodeError, KeyError, TypeError):
-                    torn.append(number)
-                else:
-                    if not line.endswith(b"\n"):
-                        torn.append(number)
-    except FileNotFoundError:
-        pass
-    return keys, number, torn, line.endswith(b"\n")

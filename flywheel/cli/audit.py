@@ -23,8 +23,8 @@ from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.cli.audit.deep_audit import DeepAudit
     from flywheel.config.file import Config
+    from flywheel.sources.audit import DeepAudit
     from flywheel.store.views.balance import Balance
 
 
@@ -88,6 +88,6 @@ async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | No
         ledger = await store.read(balance)
         if not deep:
             return ledger, None
-        from flywheel.cli.audit.deep_audit import deep_audit
+        from flywheel.sources.audit import deep_audit
 
         return ledger, await deep_audit(store, config)
