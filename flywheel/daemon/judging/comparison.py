@@ -5,8 +5,9 @@ The second pass reuses what the judge said in the first. A filter chain only red
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
@@ -95,8 +96,8 @@ class Comparison:
                 new = await self._pass(self.new, page, step)
                 # What one of them leaves undecided cannot flip.
                 old = await self._pass(self.old, [task for task in new if _reward(new[task]) is not None], step)
-                for task in sorted(new):
-                    self._add(new[task], old.get(task))
+                # Functions of a rubric, which may take their time, run for the estimates.
+                await asyncio.to_thread(self._count, new, old)
         finally:
             self.new.grader.close()
             self.old.grader.close()
@@ -115,6 +116,10 @@ class Comparison:
             await self._store.write(claims.make_due, page)
             self.report.join(await judging.run(stop=self.stop, on_judged=note))
         return found
+
+    def _count(self, new: Mapping[int, TaskResult], old: Mapping[int, TaskResult]) -> None:
+        for task in sorted(new):
+            self._add(new[task], old.get(task))
 
     def _add(self, new: TaskResult, old: TaskResult | None) -> None:
         """Count a task, unless it waits for its second verdict."""
