@@ -114,9 +114,8 @@ def _tell(repeats: int, quiet: bool, replies: int, cost: Cost) -> str:
     """Print the expected cost; it, in words."""
     from rich.console import Console
 
-    from flywheel.cli.filter import cost_json
 
-    estimate = estimated(cost_json(cost))
+    estimate = estimated(cost.json())
     times = f", {repeats} times each" if repeats > 1 else ""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
     console.print(f"{quantity(replies, 'reply', 'replies')}{times}: {estimate}", style="dim")
