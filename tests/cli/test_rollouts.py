@@ -12,10 +12,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flywheel.cli.rollouts import print_table, table_of
-from flywheel.training.data.rollout_file import step_file, write_step
+from flywheel.cli.show import print_table
+from flywheel.training.data.rollout_file import in_short, step_file, write_step
 from tests.cli.conftest import Run
-from tests.cli.terminal import COMMANDS, EVIL, in_terminal
+from tests.cli.terminal import COMMANDS, EVIL
 from tests.factories.documented_json import compare, documented
 from tests.factories.rollout import IN_ONE_FILE, REASON, STEPS, rollout, sample
 
@@ -118,22 +118,6 @@ def test_tokens_need_json(flywheel: Run, folder: Path) -> None:
     assert "requires --json" in ran.err
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(folder: Path, columns: int) -> None:
-    long = sample(text=["What? " * 30, "\n", "你好" * 60, " is", "\n", " 7"])
-    write(folder / "state", rollout(answer="你好" * 60, samples=[long]))
-    seen = in_terminal(folder, ["rollouts", "r0007"], columns=columns, home=folder)
-    assert seen.code == 0
-    assert max(map(cell_len, seen.lines)) <= columns
-    words = " ".join(" ".join(seen.lines).split())
-    assert REASON in words
-    assert QUESTION in words
-    wide = [line for line in seen.lines if "你好" in line]
-    assert sum(line.count("你好") for line in wide) >= 55
-    # Lines that continue are indented like the first.
-    assert all(line.startswith("      ") for line in wide)
-
-
 def test_what_a_model_wrote_does_not_command_the_terminal(flywheel: Run, folder: Path) -> None:
     criteria = [{"criterion": EVIL, "choice": EVIL, "value": 0.0, "passed": False, "reason": EVIL}]
     steps = [{"role": "tool", "name": EVIL, "content": EVIL}]
@@ -228,11 +212,27 @@ def test_a_round_of_an_earlier_version_is_shown(flywheel: Run, folder: Path) -> 
     assert made[0]["rollouts"][0]["samples"][0]["text"][-2:] == ["se", "ven"]
 
 
-def test_the_table_fits_a_terminal_and_names_a_question_once(folder: Path) -> None:
-    path = write(folder / "state", rollout(answer="你好" * 60), rollout(), rollout(step=2), name="debug")
-    for columns in (80, 120):
-        console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
-        print_table(console, table_of(path.parents[1]))
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        assert max(map(cell_len, lines)) <= columns
-        assert " ".join(lines).count("What is 3 plus 4?") == 2
+def test_show_names_them_by_round_or_adapter_and_the_last_debug_round_by_itself(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", rollout(), rollout(task_id="t-2", group=1))
+    write(folder / "state", rollout(answer="tried"), name="debug")
+    for asked in ((), ("--task", "t-2"), ("--step", "2", "--json"), ("--tokens", "--json")):
+        of_round = flywheel("rollouts", "r0007", *asked)
+        for name in ("r0007", "agent@r0007"):
+            assert flywheel("show", name, "--rollouts", *asked) == of_round
+    assert flywheel("show", "debug") == flywheel("show", "debug", "--rollouts") == flywheel("rollouts", "debug")
+    assert "tried" in flywheel("show", "debug").out
+    ran = flywheel("show", "r0007", "--step", "1")
+    assert (ran.code, "it goes with --rollouts" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_a_debug_round_fits_a_terminal(folder: Path, columns: int) -> None:
+    failed = rollout(reward=None, advantage=None, criteria=[], error="the judge was away")
+    path = write(folder / "state", rollout(answer="你好" * 60), failed, name="debug")
+    console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
+    print_table(console, in_short(path.parents[1]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(cell_len, lines)) <= columns
+    words = " ".join(" ".join(lines).split())
+    assert "0.25" in words and "right" in words and "the judge was away" in words
+    assert words.count("What is 3 plus 4?") == 2
