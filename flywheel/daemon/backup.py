@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 from flywheel.config.file import Config
 from flywheel.config.section import leaves
 from flywheel.daemon.erasure import Eraser
-from flywheel.daemon.rounds.retention import STAYS
+from flywheel.daemon.rounds.removal import STAYS
 from flywheel.records.states import AdapterState
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures

@@ -26,11 +26,11 @@ from flywheel.daemon.notifier import WAITS, NoticeTarget, Target
 from flywheel.daemon.notifier import resume as resume_notices
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
-from flywheel.daemon.rounds.retention import Retention
+from flywheel.daemon.rounds.retention import remove_regularly
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
-from flywheel.daemon.stage import Intervals, Stage, waiting_for
+from flywheel.daemon.stage import Intervals, Stage, in_turn, waiting_for
 from flywheel.daemon.status import LANGFUSE, snapshot
 from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
 from flywheel.judge.usage import CallsInFlight
@@ -126,9 +126,8 @@ class Service:
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
-        self._prune = Stage("prune", self._sources.prune)
-        self._retention = Retention(store, config)
-        self._remove = Stage("retention", self._retention.prune, store=store)
+        self._remove_old = partial(remove_regularly, store, config)
+        self._retention = Stage("retention", partial(in_turn, self._sources.prune, self._remove_old), store=store)
         self._request_watch = RequestWatch(store)
         self._requests = Stage("requests", self._do_requests)
         self._memory_release = MemoryRelease(store)
@@ -143,8 +142,8 @@ class Service:
         self._metrics = Stage("metrics", self.metrics.listen)
         self._stages = (
             # Erasures first: they begin before what is judged.
-            self._erasure, self._judge, self._round, *self._beside_rounds, self._reconcile, self._prune, self._remove,
-            self._memory, self._metrics, self._requests,
+            self._erasure, self._judge, self._round, *self._beside_rounds, self._reconcile,
+            self._retention, self._memory, self._metrics, self._requests,
         )  # fmt: skip
         self._targets: dict[str, Target] = {
             f"notice {n}": NoticeTarget(store, config, each) for n, each in enumerate(config.notify, 1)
@@ -207,7 +206,7 @@ class Service:
                 rounds += 1
             if state is RoundState.FAILED:
                 error = TrainError("finish the round", "it failed", "`flywheel status` says why.")
-            await self._retention.prune()
+            await self._remove_old()
         except FlywheelError as failure:
             log.error("%s", failure)
             error = failure
@@ -344,7 +343,7 @@ class Service:
             (ERASURE_SECONDS, (self._erasure,)),
             (REQUEST_SECONDS, (self._requests,)),
             (NOTICE_SECONDS, self._notices),
-            (PRUNE_SECONDS, (self._prune, self._remove)),
+            (PRUNE_SECONDS, (self._retention,)),
             (self._config.daemon.reconcile_seconds, (self._reconcile,)),
         ):
             for stage in woken:

@@ -148,7 +148,7 @@ def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
 def test_a_reader_of_an_older_state_delays_the_purge(
     flywheel: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.cli.forget.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("flywheel.daemon.erasure.FORGET_SECONDS", 0.0)
     monkeypatch.setattr("flywheel.daemon.erasure.PURGE_SECONDS", 0.0)
     state = tmp_path / "state"
     with closing(sqlite3.connect(state / "state.db", isolation_level=None)) as reader:

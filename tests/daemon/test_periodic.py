@@ -71,9 +71,8 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         "rounds": daemon._round,
         "promotions": daemon._promotion,
         "memory": daemon._memory,
-        "prune": daemon._prune,
         "reconcile": daemon._reconcile,
-        "retention": daemon._remove,
+        "retention": daemon._retention,
         "metrics": daemon._metrics,
         "requests": daemon._requests,
     }
