@@ -26,7 +26,7 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
-from flywheel.cli.tables import criterion_lines, forecast_text, stdout
+from flywheel.cli.tables import criterion_lines, forecast_text
 from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError, TrainError
 from flywheel.system.terminal import escape_terminal, quantity
 
@@ -306,10 +306,10 @@ def _print(report: dict[str, Any]) -> None:
         typer.echo(f"{reward}, {step['undecided']} undecided{missed}{failed}")
     typer.echo(f"files: {report['dir']}")
     if rollouts := report.get("rollouts"):
-        from flywheel.cli.show import print_table
+        from flywheel.cli.show import short_lines
 
         typer.echo()
-        print_table(stdout(), rollouts)
+        typer.echo("\n".join(short_lines(rollouts)))
 
 
 @app.command()

@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
-from flywheel.cli.tables import Row, criterion_lines, print_rows
+from flywheel.cli.tables import criterion_lines
 from flywheel.errors import StoreError
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flywheel.config.file import Config
 
 EXCERPT: Final = 60
-"""Characters of a question or an answer in the table of a debug round."""
+"""Characters of a question or an answer in the list of a debug round."""
 PROMPT_SHOWN: Final = 300
 """Characters of a system prompt."""
-WIDE: Final = 120
-"""Terminals of this width have room for question and answer beside the reward."""
 
 TaskOption = Annotated[str | None, typer.Option(metavar="ID", help="Only rollouts of this task.")]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Only rollouts of this step.")]
@@ -142,15 +138,13 @@ def _show_rollouts(
         raise StoreError(f"show rollouts of {name}", why, f"`flywheel rollouts {name}` shows all.")
 
 
-def print_table(console: Console, rollouts: Iterable[Mapping[str, Any]]) -> None:
-    """Print reward, number of steps, failed criteria, question and answer of each rollout."""
-    rows = []
+def short_lines(rollouts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Reward, number of steps, failed criteria, question and answer of each rollout."""
     for each in escape_terminal(list(rollouts)):
-        failed = ", ".join(each["failed"]) or excerpt(each["error"], EXCERPT) or "–"
-        about = f"{excerpt(each['question'], EXCERPT)} → {excerpt(each['answer'], EXCERPT) or '(empty)'}"
-        rows.append(Row((score_text(each["reward"]), str(len(each["steps"])), failed), (about,)))
-    columns = ("reward", "steps", "failed", "question → answer")
-    print_rows(console, columns, rows, wide=WIDE, fold=("failed", "question → answer"))
+        failed = ", ".join(each["failed"]) or excerpt(each["error"], EXCERPT)
+        facts = (f"reward {score_text(each['reward'])}", quantity(len(each["steps"]), "step"), failed)
+        yield ", ".join(filter(None, facts))
+        yield f"  {excerpt(each['question'], EXCERPT)} → {excerpt(each['answer'], EXCERPT) or '(empty)'}"
 
 
 def _section(name: str, text: str, indent: str = "") -> list[str]:

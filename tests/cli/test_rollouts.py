@@ -1,18 +1,15 @@
-"""`flywheel rollouts`, and the table at the end of a debug round."""
+"""`flywheel rollouts`, and the list at the end of a debug round."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
 
-from flywheel.cli.show import print_table
+from flywheel.cli.show import short_lines
 from flywheel.training.data.rollout_file import in_short, step_file, write_step
 from tests.cli.conftest import Run
 from tests.cli.terminal import COMMANDS, EVIL
@@ -197,14 +194,9 @@ def test_show_names_them_by_round_or_adapter_and_the_last_debug_round_by_itself(
     assert (ran.code, "requires --json" in ran.err) == (2, True)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_table_of_a_debug_round_fits_a_terminal(folder: Path, columns: int) -> None:
-    failed = rollout(reward=None, advantage=None, criteria=[], error="the judge was away")
-    path = write(folder / "state", rollout(answer="你好" * 60), failed, name="debug")
-    console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
-    print_table(console, in_short(path.parents[1]))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert max(map(cell_len, lines)) <= columns
-    words = " ".join(" ".join(lines).split())
-    assert "0.25" in words and "right" in words and "the judge was away" in words
-    assert words.count("What is 3 plus 4?") == 2
+def test_the_list_of_a_debug_round_has_two_lines_for_each_rollout(folder: Path) -> None:
+    failed = rollout(reward=None, advantage=None, criteria=[], error="the judge was away", steps=STEPS)
+    path = write(folder / "state", rollout(answer="9" * 99), failed, name="debug")
+    first, about, second, _ = short_lines(in_short(path.parents[1]))
+    assert (first, second) == ("reward 0.25, 0 steps, right", "reward –, 2 steps, the judge was away")
+    assert about.startswith("  What is 3 plus 4?") and about.endswith("9…")

@@ -281,7 +281,9 @@ def conversations(
 
 
 def in_short(directory: Path) -> list[dict[str, Any]]:
-    """Every rollout of a round, in short. Raises StoreError."""
+    """Every rollout of a round, in short; empty without any. Raises StoreError."""
+    if not rollout_files(directory):
+        return []
     return [
         {
             **{key: group[key] for key in ("step", "task_id", "question")},
