@@ -484,8 +484,8 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "forget", "backup", "status",
-    "audit", "why", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "retrieval",
+    "run", "ingest", "filter", "evaluate", "rounds", "train", "show", "prune", "forget", "backup", "status",
+    "audit", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "retrieval",
     "settings", "migrate", "demo", "init", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""

@@ -26,7 +26,7 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
-from flywheel.cli.tables import criterion_lines, forecast_text, stdout
+from flywheel.cli.tables import criterion_lines, forecast_text
 from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError, TrainError
 from flywheel.system.terminal import escape_terminal, quantity
 
@@ -217,7 +217,6 @@ def left_of_round(conn: Connection) -> str:
 
 async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli import progress_bars
-    from flywheel.cli.rollouts import table_of
     from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
     from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
     from flywheel.daemon.rounds.rounds import WorkerWatch, left
@@ -227,6 +226,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.judge.usage import Budget, UsageFile
     from flywheel.store.judge_usage import book
     from flywheel.system.signals import StopSignals
+    from flywheel.training.data.rollout_file import in_short
 
     shared = rubric_of(config)
     own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
@@ -279,7 +279,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
         "reason": result.reason,
         "dir": str(directory),
         "metrics": steps,
-        "rollouts": table_of(directory),
+        "rollouts": in_short(directory),
     }
 
 
@@ -306,10 +306,10 @@ def _print(report: dict[str, Any]) -> None:
         typer.echo(f"{reward}, {step['undecided']} undecided{missed}{failed}")
     typer.echo(f"files: {report['dir']}")
     if rollouts := report.get("rollouts"):
-        from flywheel.cli.rollouts import print_table
+        from flywheel.cli.show import short_lines
 
         typer.echo()
-        print_table(stdout(), rollouts)
+        typer.echo("\n".join(short_lines(rollouts)))
 
 
 @app.command()

@@ -114,7 +114,6 @@ def _tell(repeats: int, quiet: bool, replies: int, cost: Cost) -> str:
     """Print the expected cost; it, in words."""
     from rich.console import Console
 
-
     estimate = estimated(cost.json())
     times = f", {repeats} times each" if repeats > 1 else ""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet)

@@ -1,10 +1,10 @@
-"""`flywheel tasks` and `flywheel show`: tasks with their verdicts, as a list or one in full."""
+"""`flywheel tasks`: tasks with their verdicts, as a list."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,6 @@ import typer
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
-    app,
     ask,
     command_group,
     complain,
@@ -23,7 +22,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import Row, counted, print_rows, spent, stdout
-from flywheel.errors import EXIT_USAGE, StoreError
+from flywheel.errors import EXIT_USAGE
 from flywheel.records import skipping
 from flywheel.records.states import SkipReason, TaskState
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
@@ -37,8 +36,6 @@ tasks_app = command_group(
     "tasks", "List tasks with their verdicts; release or reject held tasks.", no_args_is_help=False
 )
 
-IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All held tasks.")]
 EXCERPT = 60
 """Characters of a question or an answer in the list."""
 SHOWN = 50
@@ -72,17 +69,11 @@ def list_tasks(
 ) -> None:
     """List tasks with their verdicts, newest first, or `release` or `reject` held tasks."""
     if (verb := context.invoked_subcommand) is not None:
-        selections = {
-            "--state": state,
-            "--adapter": adapter,
-            "--criterion": criterion,
-            "--text": text,
-            "--target": target,
-            "--limit": limit,
-        }
-        for name, value in selections.items():
-            if value is not None:
-                raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
+        for name, value in context.params.items():
+            if value is not None and name not in ("config", "as_json"):
+                raise typer.BadParameter(
+                    f"it applies to the list only: give {verb} ids, or --all", param_hint=f"--{name}"
+                )
         context.obj = config, as_json  # they apply to the verb too
         return
     from flywheel.store import ledger
@@ -147,44 +138,34 @@ def _print(console: Console, shown: list[dict[str, Any]]) -> None:
     print_rows(console, (*columns, "question → answer"), rows, wide=WIDE, fold=("failed", "question → answer"))
 
 
-@tasks_app.command()
-def release(
+def decide(
     context: typer.Context,
-    ids: IdsArgument = None,
-    everything: AllOption = False,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All held tasks.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pass held tasks on to the filters and the judge; they are not held again."""
-    _decide(context, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
-
-
-@tasks_app.command()
-def reject(
-    context: typer.Context,
-    ids: IdsArgument = None,
-    everything: AllOption = False,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Reject held tasks."""
-    _decide(context, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
-
-
-def _decide(context: typer.Context, keys: list[str], everything: bool, config: Path | None, as_json: bool) -> None:
-    verb, settings = str(context.info_name), load_config(config)
-    if bool(keys) == everything:
+    """`release` or `reject` held tasks."""
+    verb, settings = str(context.info_name), load_config(config or context.obj[0])
+    if bool(ids) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
     from flywheel.store.requests import RequestKind
 
-    report = ask(settings, RequestKind(verb), {"tasks": keys or None})
+    report = ask(settings, RequestKind(verb), {"tasks": ids or None})
     assert report is not None  # these need no instance lock
-    if as_json:
+    if as_json or context.obj[1]:
         print_json(report)
     else:
         [(past, done)] = report.items()
         typer.echo(f"{len(done)} {past}")
+
+
+for _verb, _help in (
+    ("release", "Pass held tasks on to the filters and the judge; they are not held again."),
+    ("reject", "Reject held tasks."),
+):
+    tasks_app.command(_verb, help=_help)(decide)
 
 
 @tasks_app.command("from-documents")
@@ -228,72 +209,3 @@ def from_documents(
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
-
-
-@app.command()
-def show(
-    subject: Annotated[str, typer.Argument(metavar="ID", help="A task, span, trace or conversation.")],
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show one task in full, with its verdict and the reasons."""
-    from flywheel.store.views.task_list import detail, of_subject
-
-    rows = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
-    if not rows:
-        raise StoreError(
-            f"show {subject}",
-            "no task, span, trace or conversation with a task has this id",
-            "`flywheel tasks` lists tasks; `flywheel why ID` says why a reply is none.",
-        )
-    tasks = [detail(row) for row in rows]
-    if as_json:
-        print_json({"tasks": tasks})
-        return
-    typer.echo("\n\n".join(_whole(task) for task in escape_terminal(tasks)))
-
-
-def _whole(task: dict[str, Any]) -> str:
-    who = [f"agent {task['agent']}" if task["agent"] else "", task["adapter"] or task["model"]]
-    facts = ", ".join(filter(None, (task["split"], *who, f"{moment(task['started_at'])} UTC")))
-    parts = [f"{task['task_id']}: {task['state']} ({facts})"]
-    sections = {
-        "History": "\n".join(turns(task["history"])),
-        "Question": task["question"],
-        "Steps": "\n".join(turns(task["steps"])),
-        "Answer": task["answer"] or "(empty)",
-        "Reference": task["reference"],
-        f"Quotes of {task.get('document')}": "\n".join(f"“{quote}”" for quote in task.get("quotes", ())),
-        "Verdict": "\n".join(_verdict_lines(task["verdict"])),
-    }
-    parts += [f"{name}\n{_indented(text)}" for name, text in sections.items() if text]
-    return "\n\n".join(parts)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Messages as lines: who says what, and who calls which tool."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") or call
-            yield f"[{message.get('role')} calls {function.get('name')}] {function.get('arguments')}"
-        if message.get("content"):
-            # Some agents give each message a name, their users' and systems' that of the role.
-            name = f" {message['name']}" if message.get("name") not in (None, "", message.get("role")) else ""
-            yield f"[{message.get('role')}{name}] {message['content']}"
-
-
-def _verdict_lines(verdict: dict[str, Any] | None) -> Iterator[str]:
-    if verdict is None:
-        yield "not judged yet"
-        return
-    score = "" if verdict["score"] is None else f", score {verdict['score']:.2f}"
-    yield f"{verdict['outcome']}{score} ({moment(verdict['at'])} UTC)"
-    for each in verdict["criteria"]:
-        chosen = f": {each['choice']}" if each["choice"] else ""
-        yield f"{'✓' if each['passed'] else '✗'} {each['criterion']}{chosen}  {each['reason']}".rstrip()
-    if verdict["reason"] and not any(each["reason"] for each in verdict["criteria"]):
-        yield verdict["reason"]

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 from flywheel.config.file import Config
 from flywheel.config.section import leaves
 from flywheel.daemon.erasure import Eraser
-from flywheel.daemon.rounds.retention import STAYS
+from flywheel.daemon.rounds.removal import STAYS
 from flywheel.records.states import AdapterState
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures
@@ -35,7 +35,12 @@ async def back_up(config: Config, folder: Path) -> Backup:
     """Make a backup in a folder, beside a running daemon. Raises StoreError and LockedError."""
     state = config.state_dir
     with Backup.into(folder, state) as made:
-        await _note_folder(state, folder)
+        if str(folder) not in json.loads(await read_once(state, noted, FOLDERS_NOTE) or "[]"):
+            store = await Store.open(state)
+            try:
+                await store.write(_note_folder, folder)
+            finally:
+                await store.close()
         # First the state: what is received meanwhile is read again from where it was.
         made.add_database(STATE_FILE, state / STATE_FILE)
         await _add_rounds(made, config)
@@ -57,23 +62,17 @@ async def erase_again(config: Config, folder: Path) -> None:
     try:
         async with locked(store, config.state_dir):
             # The folder may have been another one when the backup was made.
-            await _note_folder(config.state_dir, folder)
+            await store.write(_note_folder, folder)
             await Eraser(store, config, ingestion).finish()
     finally:
         await ingestion.close()
         await store.close()
 
 
-async def _note_folder(state: Path, folder: Path) -> None:
-    """Have erasures told to the backup in a folder."""
-    name = str(folder)
-    known = set(json.loads(await read_once(state, noted, FOLDERS_NOTE) or "[]"))
-    if name not in known:
-        store = await Store.open(state)
-        try:
-            await store.write(note, FOLDERS_NOTE, json.dumps(sorted(known | {name})))
-        finally:
-            await store.close()
+def _note_folder(conn: Connection, folder: Path) -> None:
+    """Have erasures told to the backup in a folder, beside those that another process makes meanwhile."""
+    known = {*json.loads(noted(conn, FOLDERS_NOTE) or "[]"), str(folder)}
+    note(conn, FOLDERS_NOTE, json.dumps(sorted(known)))
 
 
 async def _add_rounds(made: Backup, config: Config) -> None:

@@ -11,76 +11,54 @@ sends them. An erasure goes through it, and so does a test, which fails for a pl
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import shutil
 import sqlite3
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import orjson
 from sqlalchemy import Connection, Row, select
 
 from flywheel.config.file import DATA_SETS, Config
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.notifier import NoticeTarget
-from flywheel.daemon.rounds.erasure import ERASED_FOLDERS, erase_from_files, erase_from_results
+from flywheel.daemon.rounds.removal import ERASED_FOLDERS, erase_from_files, erase_from_results, explained
 from flywheel.daemon.rounds.rounds import end_round_with_erased
-from flywheel.errors import StoreError
+from flywheel.errors import EXIT_USAGE, LockedError, StoreError
 from flywheel.judge.usage import IN_FLIGHT_FILE
 from flywheel.records.task import NO_CONVERSATION
-from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from flywheel.serving.calls.call_log import CallLog, call_logs
 from flywheel.sources.calls.conversations import extending
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.otlp import inbox
 from flywheel.store import backup, erasures
 from flywheel.store.erasures import ErasureState, Kind, Touched
+from flywheel.store.holder import locked
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.database import STATE_FILE, Store, noted
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import erased_samples
+from flywheel.system.files import remove
 from flywheel.system.lock import STATE_LOCKS
 from flywheel.system.process_folder import PREFIX
 from flywheel.system.purge import purge
 from flywheel.system.terminal import quantity
 
-log = logging.getLogger(__name__)
-
 PURGE_SECONDS: Final = 30.0
 """How long reading transactions of other processes are waited for."""
-INBOXES: Final = ("otlp/*.sqlite",)
+FORGET_SECONDS: Final = 60.0
+"""How long a running daemon, which ends what it is judging first, is waited for."""
+_PAUSE_SECONDS: Final = 0.2
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What an erasure erased, as counts and names; no texts.
+class UnknownServiceError(StoreError):
+    """A service has no trace of a conversation."""
 
-    - `rounds`: names of the rounds that used the tasks, for training or in the gate. `files`: how many of their
-      files, and of evaluations, were rewritten.
-    - `calls`: recorded calls; `pending`: how many of them servers have that could not be asked, by URL.
-    - `unprovable`: adapters whose weights no server can prove any more, because their probes were made of the texts.
-    - `adapters`: those that were trained on the tasks, or go back to one that was (`AffectedAdapter`); `held_out`:
-      the rounds in whose gates the tasks were; `advice`: both in sentences, with the versions to go back to.
-    - `backups`: folders of backups that could not be told: a restore from there brings it back.
-    """
-
-    replies: int
-    tasks: int
-    calls: int
-    spans: int
-    lines: int
-    rounds: Sequence[str] = ()
-    files: int = 0
-    pending: dict[str, int] = {}
-    backups: Sequence[str] = ()
-    unprovable: Sequence[str] = ()
-    adapters: Sequence[dict[str, Any]] = ()
-    held_out: Sequence[dict[str, Any]] = ()
-    advice: Sequence[str] = ()
+    exit_code = EXIT_USAGE
 
 
 def used_for(conn: Connection, found: Touched) -> dict[str, Any]:
@@ -96,12 +74,76 @@ def used_for(conn: Connection, found: Touched) -> dict[str, Any]:
     }
 
 
-def report_of(found: Touched, **done: Any) -> dict[str, Any]:
-    """A report as it is stored, of what was found and `done`."""
-    counts = {"replies": len(found.replies), "tasks": len(found.tasks), "calls": len(found.calls)}
-    defaults = {**counts, "spans": 0, "lines": 0, "rounds": sorted(found.rounds)}
-    report: dict[str, Any] = msgspec.to_builtins(Report(**{**defaults, **done}))
-    return report
+def report_of(found: Touched, **parts: Any) -> dict[str, Any]:
+    """What an erasure erased, as counts and names; no texts.
+
+    - `rounds`: names of the rounds that used the tasks, for training or in the gate. `files`: how many of their
+      files, and of evaluations, were rewritten.
+    - `calls`: recorded calls; `pending`: how many of them servers have that could not be asked, by URL.
+    - `unprovable`: adapters whose weights no server can prove any more, because their probes were made of the texts.
+    - `adapters`: those that were trained on the tasks, or go back to one that was (`AffectedAdapter`); `held_out`:
+      the rounds in whose gates the tasks were; `advice`: both in sentences, with the versions to go back to.
+    - `backups`: folders of backups that could not be told: a restore from there brings it back.
+    """
+    return {
+        "replies": len(found.replies), "tasks": len(found.tasks), "calls": len(found.calls), "spans": 0, "lines": 0,
+        "rounds": sorted(found.rounds), "files": 0, "pending": {}, "backups": [], "unprovable": [],
+        "adapters": [], "held_out": [], "advice": [], **parts,
+    }  # fmt: skip
+
+
+def shares(services: Mapping[str, int]) -> str:
+    """How many traces each service has of a conversation, with what erases those of one."""
+    of_each = [f"{name or 'not known'} ({quantity(count, 'trace')})" for name, count in services.items()]
+    return f"{', '.join(of_each)}; --service NAME takes those of one, and those of none that is known"
+
+
+async def forget(
+    store: Store,
+    config: Config,
+    kind: Kind,
+    subject: str,
+    service: str | None = None,
+    *,
+    blocks: bool,
+    dry_run: bool,
+    tell: Callable[[Sequence[Mapping[str, str]]], object],
+) -> dict[str, Any]:
+    """Erase a conversation, or what one service has of it, or all of a user, here or by a daemon that has the state.
+
+    Returns what was erased, or would be (`report_of`), how far that got, how many traces each service has of the
+    conversation, and what its traces have besides, which `tell` gets before anything is erased. Raises FlywheelError.
+    """
+    ingestion = Ingestion(store, config)
+    eraser = Eraser(store, config, ingestion)
+    try:
+        by_trace, _ = await eraser.services(subject) if kind is Kind.CONVERSATION else ({}, {})
+        services = dict(sorted(Counter(name for names in by_trace.values() for name in names or {""}).items()))
+        if service is not None:
+            kind, conversation, subject = Kind.SERVICE, subject, erasures.in_service(subject, service)
+            if services and service not in services and not await store.read(erasures.has_begun, kind, subject):
+                attempted = f"erase what {service} has of {conversation}"
+                raise UnknownServiceError(attempted, f"it has no trace of the conversation; {shares(services)}")
+        found = await eraser.find(kind, subject)
+        others = await store.read(erasures.others_in_traces, found)
+        tell(others)
+        about = {"services": services, "other_runs": others}
+        if dry_run:
+            return {"state": "found", **about, **report_of(found, **await store.read(used_for, found))}
+        number = await store.write(erasures.begin, kind, subject, found.conversations, blocks=blocks)
+        until = time.monotonic() + FORGET_SECONDS
+        while True:
+            try:
+                async with locked(store, config.state_dir):
+                    await eraser.finish()
+            except LockedError:
+                pass  # A daemon carries it out.
+            row = await store.read(erasures.with_id, number)
+            if row.state == ErasureState.PURGED or time.monotonic() >= until:
+                return {"state": row.state, **about, **(row.report or report_of(found))}
+            await asyncio.sleep(_PAUSE_SECONDS)
+    finally:
+        await ingestion.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +175,27 @@ class Eraser:
     async def find(self, kind: Kind, subject: str, erasure: int = 0) -> Touched:
         """What belongs to a conversation, or to all conversations of a user, and to those of an erasure that has
         begun. Raises StoreError, CallLogError and ReceiverError."""
-        user = subject if kind is Kind.USER else ""
-        wanted = await self._store.read(_wanted, kind, subject, erasure)
-        calls = await asyncio.to_thread(self._calls_of, wanted, user)
-        found, seen = Touched(conversations=wanted, calls=set(calls)), -1
-        within = await self._store.read(_within, kind, subject, erasure)
+        users = [subject] if kind is Kind.USER and subject else []
+        wanted, within = await self._store.read(_wanted, kind, subject, erasure)
+        found, seen = Touched(conversations=wanted, calls=await self._ids(CallLog.ids_of, wanted, users)), -1
         for conversation, service in within:
             await self._add_of_service(found, conversation, service)
         while seen != len(found.calls) + len(found.traces):
             seen = len(found.calls) + len(found.traces)
-            calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
-            traces = found.traces | await self._traces_of(wanted, user, calls)
-            found = await self._store.read(erasures.touched, wanted, calls, traces, user)
+            # Later calls send the messages of earlier ones again.
+            calls = found.calls | await self._ids(extending, sorted(found.calls))
+            traces = found.traces.union(
+                *[await inbox.traces_of(path, wanted, "".join(users), calls) for path in self._inboxes()]
+            )
+            found = await self._store.read(erasures.touched, wanted, calls, traces, "".join(users))
         found.shared = {conversation for conversation, _ in within}
         return found
 
-    async def services(self, conversation: str) -> dict[str, set[str]]:
-        """The services of each trace of a conversation, as its tasks and received spans say; none if they do not say.
-        Raises StoreError and ReceiverError."""
-        services, _ = await self._services(conversation)
-        return services
-
-    async def _services(self, conversation: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-        """The services of each trace of a conversation, and the recorded calls that its received spans name."""
+    async def services(self, conversation: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+        """The services of each trace of a conversation, as its tasks and received spans say, none if they do not say,
+        and the recorded calls that its received spans name. Raises StoreError and ReceiverError."""
         received, calls = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-        for path in _inboxes(self._config.state_dir):
+        for path in self._inboxes():
             for trace, service, named in await inbox.services_of(path, conversation):
                 received[trace] |= {service} - {""}
                 calls[trace] |= set(named)
@@ -166,12 +204,12 @@ class Eraser:
     async def _add_of_service(self, found: Touched, conversation: str, service: str) -> None:
         """Add what a service has of a conversation: the traces that it is in, those that may be of every service, and
         the calls that name the conversation and are not of others' traces."""
-        services, calls = await self._services(conversation)
+        services, calls = await self.services(conversation)
         found.traces |= {trace for trace, names in services.items() if service in names or not names}
         others = services.keys() - found.traces
         of_others = await self._store.read(erasures.calls_of_traces, others)
         of_others |= {call for trace in others for call in calls.get(trace, ())}
-        found.calls |= await asyncio.to_thread(self._calls_of, [conversation], "") - of_others
+        found.calls |= await self._ids(CallLog.ids_of, [conversation], []) - of_others
 
     async def carry_out(self, erasure: Row[Any]) -> None:
         """Carry out one erasure, which may have begun before. Raises FlywheelError."""
@@ -208,50 +246,46 @@ class Eraser:
         """Empty the logs of all databases; False while another process reads one."""
         state = self._config.state_dir
         await self._store.release_memory()
-
-        def all_purged() -> bool:
-            # Each, also where one is busy.
-            done = [_in_log(path, CallLog.purge, seconds) for path in self._call_logs()]
-            done += [purge(path, seconds) for path in _inboxes(state)]
-            return all([*done, purge(state / STATE_FILE, seconds, rewrite=True)])
-
         try:
-            return await asyncio.to_thread(all_purged)
+            # Each, also where one is busy.
+            done = await self._in_logs(CallLog.purge, seconds)
+            done += [await asyncio.to_thread(purge, path, seconds) for path in self._inboxes()]
+            done.append(await asyncio.to_thread(purge, state / STATE_FILE, seconds, rewrite=True))
         except sqlite3.Error as error:
             why = f"SQLite: {error}"
             raise StoreError("purge what was erased", why, "Run the command again.", retryable=True) from error
+        return all(done)
 
-    def _calls_of(self, wanted: Collection[str], user: str) -> set[str]:
-        users = [user] if user else []
-        named = [_in_log(path, CallLog.ids_of, wanted, users) for path in self._call_logs()]
-        return set(itertools.chain.from_iterable(named))
+    async def _in_logs(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a method returns of each call log."""
 
-    def _resent(self, calls: Collection[str]) -> set[str]:
-        """The later calls that send these ones' messages again."""
-        found: set[str] = set()
-        for path in self._call_logs():
-            found.update(_in_log(path, extending, sorted(calls)))
-        return found
+        def called() -> list[Any]:
+            results = []
+            for path in call_logs(self._config.state_dir):
+                with CallLog(path) as call_log:
+                    results.append(method(call_log, *arguments))
+            return results
 
-    async def _traces_of(self, wanted: Collection[str], user: str, calls: Collection[str]) -> set[str]:
-        inboxes = _inboxes(self._config.state_dir)
-        return set().union(*[await inbox.traces_of(path, wanted, user, calls) for path in inboxes])
+        return await asyncio.to_thread(called)
 
-    def _call_logs(self) -> list[Path]:
-        """The copy of all call logs, and those of servers that have the same state directory."""
-        state = self._config.state_dir
-        paths = [call_log_copy_path(state), *sorted((state / "serving").glob("calls-*.db"))]
-        return [path for path in paths if path.is_file()]
+    async def _ids(self, method: Callable[..., Any], *arguments: Any) -> set[str]:
+        return set().union(*await self._in_logs(method, *arguments))
+
+    def _inboxes(self) -> list[Path]:
+        return sorted(self._config.state_dir.glob("otlp/*.sqlite"))
 
     async def erase_left(self, _: Erasing) -> None:
         """Remove what killed processes left. The caller's lock keeps restores out."""
+        restoring = self._config.state_dir / backup.RESTORING
+        with explained(f"remove {restoring}, which a killed restore left"):
+            await asyncio.to_thread(remove, restoring)
         await asyncio.to_thread(self._ingestion.remove_left)
-        await asyncio.to_thread(_remove_restoring, self._config.state_dir)
 
     async def erase_calls(self, erasing: Erasing) -> None:
         """Erase recorded calls here and on the servers: how many were there, and how many servers still have."""
         ids = sorted(erasing.found.calls)
-        erasing.done["calls"] = await asyncio.to_thread(self._erase_here, ids)
+        erasing.done["calls"] = len(await self._ids(CallLog.sizes, ids))
+        await self._in_logs(CallLog.erase, ids)
         if (puller := self._ingestion.calls) is not None and ids:
             await puller.erase(ids)
             erasing.done["pending"] = await puller.finish_erasing()
@@ -264,8 +298,8 @@ class Eraser:
         await self._ingestion.erase_data_sets(erasing.found.traces, erasing.found.conversations)
 
     async def erase_spans(self, erasing: Erasing) -> None:
-        inboxes, traces = _inboxes(self._config.state_dir), erasing.found.traces
-        erasing.done["spans"] = sum([await inbox.erase(path, traces) for path in inboxes])
+        traces = erasing.found.traces
+        erasing.done["spans"] = sum([await inbox.erase(path, traces) for path in self._inboxes()])
 
     async def erase_files(self, erasing: Erasing) -> None:
         if keys := erasing.found.keys:
@@ -282,13 +316,6 @@ class Eraser:
         """Erase it from the state, from which it was found: after everything else."""
         report = report_of(erasing.found, **erasing.done)
         await self._store.write(_end, erasing.number, erasing.found, report)
-
-    def _erase_here(self, ids: Sequence[str]) -> int:
-        there: set[str] = set()
-        for path in self._call_logs():
-            there.update(_in_log(path, CallLog.sizes, ids))
-            _in_log(path, CallLog.erase, ids)
-        return len(there)
 
 
 class Place(NamedTuple):
@@ -329,40 +356,17 @@ SENDERS: Final = (NoticeTarget, LangfuseExport)
 """What sends texts elsewhere and tries again. They keep none: each attempt reads the state."""
 
 
-def _remove_restoring(state: Path) -> None:
-    folder = state / backup.RESTORING
-    try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-    except OSError as error:
-        hint = "Remove the folder, which a killed restore left, and run the command again."
-        raise StoreError(f"remove {folder}", f"{error.filename}: {error.strerror or error}", hint) from error
-
-
-def _inboxes(state: Path) -> list[Path]:
-    return sorted(path for pattern in INBOXES for path in state.glob(pattern))
-
-
-def _in_log(path: Path, method: Any, *arguments: Any) -> Any:
-    with CallLog(path) as call_log:
-        return method(call_log, *arguments)
-
-
-def _wanted(conn: Connection, kind: Kind, subject: str, erasure: int) -> set[str]:
-    wanted = {subject} - NO_CONVERSATION if kind is Kind.CONVERSATION else set()
+def _wanted(conn: Connection, kind: Kind, subject: str, erasure: int) -> tuple[set[str], list[tuple[str, str]]]:
+    """The conversations that are wanted, and those of which only the part of a service is, with the service."""
+    wanted = erasures.conversations_of(conn, erasure)
     if kind is Kind.USER and subject:
         wanted |= erasures.conversations_of_user(conn, subject)
-    return wanted | erasures.conversations_of(conn, erasure)
-
-
-def _within(conn: Connection, kind: Kind, subject: str, erasure: int) -> list[tuple[str, str]]:
-    """The conversations, each with the service whose part of it is wanted."""
     if kind is not Kind.SERVICE:
-        return []
+        return wanted | ({subject} - NO_CONVERSATION if kind is Kind.CONVERSATION else set()), []
     if not subject:
-        return erasures.within_services(conn, erasure)
+        return wanted, erasures.within_services(conn, erasure)
     conversation, service = orjson.loads(subject)
-    return [(conversation, service)]
+    return wanted, [(conversation, service)]
 
 
 def _begin(conn: Connection, erasure: int, found: Touched) -> None:

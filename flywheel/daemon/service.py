@@ -26,11 +26,11 @@ from flywheel.daemon.notifier import WAITS, NoticeTarget, Target
 from flywheel.daemon.notifier import resume as resume_notices
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
-from flywheel.daemon.rounds.retention import Retention
+from flywheel.daemon.rounds.retention import remove_regularly
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
-from flywheel.daemon.stage import Intervals, Stage, waiting_for
+from flywheel.daemon.stage import Intervals, Stage, in_turn, waiting_for
 from flywheel.daemon.status import LANGFUSE, snapshot
 from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
 from flywheel.judge.rubric.checks import language
@@ -112,7 +112,8 @@ class Service:
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
         own, quietly = self._rounds, self._quietly
-        watch, retention = PromotionWatch(store, config, self._deployer), Retention(store, config)
+        watch = PromotionWatch(store, config, self._deployer)
+        self._remove_old = partial(remove_regularly, store, config)
         self._new_tasks = 0
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
@@ -141,7 +142,6 @@ class Service:
             Stage("rounds of erased tasks", partial(quietly, own.cancel_erased), store=store, every=retry),
             self._promotion,
         )
-        self._retention = retention
         self._stages = (
             # Erasures first: they begin before what is judged.
             self._erasure,
@@ -149,8 +149,9 @@ class Service:
             self._round,
             *self._beside_rounds,
             Stage("reconcile", self._do_reconcile, every=config.daemon.reconcile_seconds),
-            Stage("prune", self._sources.prune, every=PRUNE_SECONDS),
-            Stage("retention", retention.prune, store=store, every=PRUNE_SECONDS),
+            Stage(
+                "retention", partial(in_turn, self._sources.prune, self._remove_old), store=store, every=PRUNE_SECONDS
+            ),
             Stage("memory", self._memory_release.check, every=retry),
             self._metrics,
             Stage("requests", self._do_requests, every=REQUEST_SECONDS),
@@ -216,7 +217,7 @@ class Service:
                 rounds += 1
             if state is RoundState.FAILED:
                 error = TrainError("finish the round", "it failed", "`flywheel status` says why.")
-            await self._retention.prune()
+            await self._remove_old()
         except FlywheelError as failure:
             log.error("%s", failure)
             error = failure

@@ -154,6 +154,23 @@ class Stage:
             log.error("%s: %s", self.name, error)
 
 
+async def in_turn(*steps: Callable[[], Awaitable[object]]) -> None:
+    """The action of a stage of several steps: each is done, whatever the others raise. Raises the error of the step
+    that failed, or a FlywheelError that has those of all."""
+    failed: list[Exception] = []
+    for step in steps:
+        try:
+            await step()
+        except Exception as error:
+            failed.append(error)
+    # A defect first: it is logged with its traceback.
+    failed.sort(key=lambda error: isinstance(error, FlywheelError))
+    if len(failed) > 1 and isinstance(failed[0], FlywheelError):
+        raise FlywheelError("do every step", " ".join(map(str, failed)))
+    if failed:
+        raise failed[0]
+
+
 @asynccontextmanager
 async def waiting_for(lock: asyncio.Lock) -> AsyncIterator[None]:
     """Hold a lock. The wait for another stage is no step of this one."""

@@ -24,7 +24,7 @@ from flywheel import __version__
 from flywheel.errors import LockedError, StoreError
 from flywheel.secrets import masked_urls
 from flywheel.store.kernel.database import READ_ATTEMPTS, STATE_FILE, copy_database, found_version
-from flywheel.system.files import file_sha256, make_private, private, sync, write_json
+from flywheel.system.files import file_sha256, make_private, private, remove, sync, write_json
 from flywheel.system.lock import INSTANCE_LOCK, STATE_LOCKS, instance_lock
 
 CURRENT: Final = "current"
@@ -257,7 +257,7 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, Manifest]:
             found_version(staging)
             for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE_FILE):
                 if (target := state_dir / path.name).is_dir():
-                    shutil.rmtree(target)
+                    remove(target)
                 path.rename(target)
             sync(state_dir)
             staging.rmdir()
@@ -307,7 +307,7 @@ def _stage(found: Path, manifest: Manifest, staging: Path, attempted: str) -> No
 
 def _empty(folder: Path) -> None:
     for each in folder.iterdir():
-        shutil.rmtree(each) if each.is_dir() else each.unlink()
+        remove(each)
 
 
 def _mark(path: Path, *beside: Path) -> Mark:

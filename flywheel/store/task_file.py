@@ -44,9 +44,9 @@ from flywheel.system.files import (
     cut_torn_line,
     last_lines,
     remove_temporary,
+    rewrite_lines,
     sync,
     torn_line,
-    whole_file,
 )
 
 _KEY: Final = b'{"task_id":"'
@@ -362,18 +362,12 @@ def _erase(task_file: Path, keys: Set[str], qa_hashes: Set[str]) -> int:
     removed = 0
     for path in (task_file, *numbered(task_file)):
         try:
-            with path.open("rb") as file:
-                going = sum(_is_of(line, keys, qa_hashes) for line in file)
-                if going:
-                    file.seek(0)
-                    with whole_file(path, mode=stat.S_IMODE(os.fstat(file.fileno()).st_mode)) as rest:
-                        rest.writelines(line for line in file if not _is_of(line, keys, qa_hashes))
+            removed += rewrite_lines(path, lambda line: b"" if _is_of(line, keys, qa_hashes) else line)
         except FileNotFoundError:
             continue
         except OSError as error:
             hint = "Make it and its folder writable, and run the command again."
             raise StoreError(f"erase tasks from {path}", error.strerror or str(error), hint) from error
-        removed += going
     with contextlib.suppress(FileNotFoundError):
         number = _numbered_name(task_file)
         remove_temporary(task_file.parent, lambda name: name == task_file.name or number.fullmatch(name))

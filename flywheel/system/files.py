@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import sqlite3
 import stat
 import time
@@ -131,6 +132,24 @@ def temporary_of(name: str) -> str:
     return own[1:] if is_temporary else ""
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it, unless another process has. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def size_of(path: Path) -> int:
+    """Bytes in a file or below a folder, without following links, as far as they can be seen."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            return path.lstat().st_size
+        return sum(map(size_of, path.iterdir()))
+    return 0
+
+
 def remove_temporary(folder: Path, names: Callable[[str], object] = lambda name: True) -> int:
     """Remove what `whole_file` left in a folder when its process was killed, of files with these names; how many
     files that were. Nobody may be writing them."""
@@ -165,6 +184,17 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def rewrite_lines(path: Path, left: Callable[[bytes], bytes]) -> int:
+    """Rewrite a file with what is `left` of each of its lines, atomically; how many lines change. If none does, the
+    file stays as it is."""
+    with path.open("rb") as file:
+        if changing := sum(left(line) != line for line in file):
+            file.seek(0)
+            with whole_file(path) as rest:
+                rest.writelines(map(left, file))
+    return changing
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:

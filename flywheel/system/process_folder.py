@@ -12,6 +12,8 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+from flywheel.system.files import remove
+
 PREFIX: Final = "fw-process-"
 LOCK: Final = ".lock"
 """The file on which the process of a folder holds a lock, which is free when it has ended."""
@@ -24,7 +26,7 @@ def remove_left(parent: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The lock goes last: after a kill -9 it is found again.
             for each in sorted(left.iterdir(), key=lambda path: path.name == LOCK):
-                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+                remove(each)
             left.rmdir()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import shutil
 import sys
 import threading
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.store.backup import CURRENT
+from flywheel.daemon.backup import back_up
+from flywheel.store.backup import CURRENT, FOLDERS_NOTE
+from flywheel.store.kernel.database import Store, noted
 from flywheel.system.lock import instance_lock
 from tests import warm
 from tests.cli.conftest import Run
 from tests.daemon.conftest import server
-from tests.factories.config import write_config, write_rubric
+from tests.factories.config import make_config, write_config, write_rubric
 from tests.factories.documented_json import compare, documented
 from tests.factories.round import PROBE, put_trained
 from tests.factories.state import execute, write_state
@@ -73,6 +77,12 @@ def test_what_is_in_it_and_what_is_said(flywheel: Run, config: Path, tmp_path: P
     assert first.startswith(f"{tmp_path}/state is as it was at ")
     assert source == f"{tmp_path}/studio.sqlite: 0 replies that the state does not have"
     assert kept.startswith(f"the configuration of the backup is in {tmp_path}/backup/current/configuration")
+
+
+async def test_backups_that_are_made_at_the_same_time_are_all_told_of_erasures(tmp_path: Path, store: Store) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    await asyncio.gather(*(back_up(make_config(tmp_path), folder) for folder in folders))
+    assert json.loads(await store.read(noted, FOLDERS_NOTE)) == [str(folder) for folder in folders]
 
 
 def test_without_a_state_there_is_nothing_to_back_up(flywheel: Run, config: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from junitparser import JUnitXml
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.evaluation import is_evaluation
 from flywheel.daemon.evaluation_answers import answers_in
-from flywheel.daemon.rounds.erasure import erase_from_files
+from flywheel.daemon.rounds.removal import erase_from_files
 from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
 from flywheel.store import gate_tests
 from tests import warm

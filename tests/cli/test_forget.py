@@ -74,6 +74,10 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     before = left_in(state)
     for word in WORDS:
         assert stores_with(before, word) >= STORES, "the search does not find what is there"
+    of_places = {file: place_of(file) for file in set().union(*before.values())}
+    assert {file: places for file, places in of_places.items() if len(places) != 1} == {}
+    planted = {what for [what] in of_places.values()}
+    assert planted == {place.what for place in PLACES if place.files}, "nothing shows that this place is emptied"
     dry = flywheel("forget", "--conversation", CONVERSATION, "-c", config, "--dry-run", "--json").json
     compare(dry, documented("forget"), "forget")
     assert (dry["replies"], dry["tasks"], dry["calls"], dry["rounds"]) == (8, 5, 2, ["r0001"])
@@ -89,6 +93,8 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     assert (trained["samples"], trained["erased"]) == (6, 5), "it is known afterwards"
     assert "Studio's database" in ran.out and "weights" in ran.out
     assert left_in(state) == {}
+    files = {path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()}
+    assert {file for file in files if len(place_of(file)) != 1} == set(), "it is in no place, or in two"
     there = planted_in(state, [OTHER, OTHER_UNREAD], decode=spelled)
     assert there[OTHER_UNREAD] >= {"state.db", "datasets/sums.jsonl", "datasets/before.jsonl"}
     assert there[OTHER] >= LEFT | {"state.db", "calls/calls.db", "serving/calls-8000.db"}, "others lost something"
@@ -98,22 +104,6 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     audit = flywheel("audit", "--deep", "--json", "-c", config)
     assert audit.code == 0, audit.out
     assert audit.json["erased"] == 8
-
-
-@pytest.mark.slow
-def test_each_file_of_a_state_is_in_the_list_of_places_and_each_place_is_emptied(
-    flywheel: Run, config: Path, tmp_path: Path
-) -> None:
-    state = tmp_path / "state"
-    found = set().union(*left_in(state).values())
-    of_places = {file: place_of(file) for file in found}
-    assert {file: places for file, places in of_places.items() if len(places) != 1} == {}
-    planted = {what for [what] in of_places.values()}
-    assert planted == {place.what for place in PLACES if place.files}, "nothing shows that this place is emptied"
-    assert flywheel("forget", "--conversation", CONVERSATION, "-c", config).code == 0
-    assert left_in(state) == {}
-    files = {path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()}
-    assert {file for file in files if len(place_of(file)) != 1} == set(), "it is in no place, or in two"
 
 
 @pytest.mark.slow
@@ -148,7 +138,7 @@ def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
 def test_a_reader_of_an_older_state_delays_the_purge(
     flywheel: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.cli.forget.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("flywheel.daemon.erasure.FORGET_SECONDS", 0.0)
     monkeypatch.setattr("flywheel.daemon.erasure.PURGE_SECONDS", 0.0)
     state = tmp_path / "state"
     with closing(sqlite3.connect(state / "state.db", isolation_level=None)) as reader:

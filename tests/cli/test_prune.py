@@ -31,7 +31,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(flywheel: Run, config:
     ran = flywheel("prune", "--dry-run", "-c", config)
     assert ran.code == 0
     first, _, last = ran.out.splitlines()
-    assert first == f"r0001  rejected  {LONG_AGO[:10]}  205 bytes  {tmp_path}/state/rounds/r0001"
+    assert first == f"r0001  rejected  {LONG_AGO[:10]}  205 bytes"
     assert last == "2 rounds, 410 bytes: dry run, nothing was removed"
     assert (tmp_path / "state/rounds/r0001/adapter/weights").exists()
     assert flywheel("prune", "--dry-run", "--json", "-c", config).json["bytes"] == 410
@@ -95,7 +95,9 @@ def test_old_calls_are_removed_from_all_call_logs(flywheel: Run, config: Path, t
     assert dry.out == "nothing to remove\n"  # they are behind a new one
     config.write_text(config.read_text() + "serving: {call_log: {keep_days: 0.000000001}}\n")
     dry = flywheel("prune", "--dry-run", "-c", config)
-    assert dry.out.splitlines() == [f"{path}  6 calls older than 1e-09 days" for path in logs]
+    assert [line.split(", ")[0] for line in dry.out.splitlines()] == [
+        f"{path}  6 calls would be removed" for path in logs
+    ]
     told = flywheel("prune", "--dry-run", "--json", "-c", config).json["call_logs"]
     assert [(each["path"], each["calls"], each["above"]) for each in told] == [(str(path), 6, 0) for path in logs]
     first, *_ = flywheel("prune", "-c", config).out.splitlines()

@@ -1,21 +1,18 @@
-"""`flywheel rollouts`, and the table at the end of a debug round."""
+"""`flywheel rollouts`, and the list at the end of a debug round."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
 
-from flywheel.cli.rollouts import print_table, table_of
-from flywheel.training.data.rollout_file import step_file, write_step
+from flywheel.cli.show import short_lines
+from flywheel.training.data.rollout_file import in_short, step_file, write_step
 from tests.cli.conftest import Run
-from tests.cli.terminal import COMMANDS, EVIL, in_terminal
+from tests.cli.terminal import COMMANDS, EVIL
 from tests.factories.documented_json import compare, documented
 from tests.factories.rollout import IN_ONE_FILE, REASON, STEPS, rollout, sample
 
@@ -48,7 +45,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_conversations_are_shown_with_rewards_and_failed_criteria(flywheel: Run, folder: Path) -> None:
     undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge was away", seed=8)
-    write(folder / "state", rollout(), undecided, rollout(task_id="t-2", group=1, steps=STEPS, truncated=True))
+    write(
+        folder / "state",
+        rollout(),
+        undecided,
+        rollout(task_id="t-2", group=1, steps=STEPS, truncated=True, loop="'so' is repeated"),
+    )
     assert flywheel("rollouts", "r0007").out == (
         f"""
 step 1, t-1: 2 rollouts, mean reward 0.25
@@ -68,7 +70,7 @@ step 1, t-2: 1 rollout, mean reward 0.25
   Prompt
     [system] Be brief.
     [user] {QUESTION}
-  1. reward 0.25, advantage -0.87, truncated, seed 7
+  1. reward 0.25, advantage -0.87, truncated, 'so' is repeated, seed 7
     Steps
       [assistant calls add] {{"a": 3, "b": 4}}
       [tool add] 7
@@ -93,12 +95,6 @@ def test_of_the_users_agent_its_own_reward_and_metrics_are_shown(flywheel: Run, 
     assert [each["program"] for each in group["rollouts"]] == [done, bad]
 
 
-def test_a_loop_says_what_is_repeated(flywheel: Run, folder: Path) -> None:
-    write(folder / "state", rollout(reward=0.0, truncated=True, loop="'so' is repeated 99 times"))
-    shown = flywheel("rollouts", "r0007").out
-    assert "  1. reward 0.00, advantage -0.87, truncated, 'so' is repeated 99 times, seed 7\n" in shown
-
-
 def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
     miss = rollout(reward=None, advantage=None, criteria=[], dropped="misses", error="no recorded result for add({})")
     write(folder / "state", miss, rollout(task_id="t-2", group=1, advantage=None, dropped="spread"))
@@ -109,29 +105,6 @@ def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
     )
     assert "    no reward: no recorded result for add({})\n" in shown
     assert "t-2: 1 rollout, mean reward 0.25\n  not trained on: its rewards are equal\n" in shown
-
-
-def test_tokens_need_json(flywheel: Run, folder: Path) -> None:
-    write(folder / "state", rollout())
-    ran = flywheel("rollouts", "r0007", "--tokens")
-    assert ran.code == 2
-    assert "requires --json" in ran.err
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(folder: Path, columns: int) -> None:
-    long = sample(text=["What? " * 30, "\n", "你好" * 60, " is", "\n", " 7"])
-    write(folder / "state", rollout(answer="你好" * 60, samples=[long]))
-    seen = in_terminal(folder, ["rollouts", "r0007"], columns=columns, home=folder)
-    assert seen.code == 0
-    assert max(map(cell_len, seen.lines)) <= columns
-    words = " ".join(" ".join(seen.lines).split())
-    assert REASON in words
-    assert QUESTION in words
-    wide = [line for line in seen.lines if "你好" in line]
-    assert sum(line.count("你好") for line in wide) >= 55
-    # Lines that continue are indented like the first.
-    assert all(line.startswith("      ") for line in wide)
 
 
 def test_what_a_model_wrote_does_not_command_the_terminal(flywheel: Run, folder: Path) -> None:
@@ -173,13 +146,6 @@ def test_the_keys_of_json_are_those_of_the_page(flywheel: Run, folder: Path) -> 
     assert "samples" not in flywheel("rollouts", "r0007", "--json").out
 
 
-def test_the_line_that_a_worker_is_writing_is_left_out(flywheel: Run, folder: Path) -> None:
-    path = write(folder / "state", rollout())
-    with path.open("a") as file:
-        file.write('{"step": 2, "task')
-    assert len(flywheel("rollouts", "r0007", "--json").json["groups"]) == 1
-
-
 def test_rollouts_without_the_tasks_of_the_round_are_shown_without_questions(flywheel: Run, folder: Path) -> None:
     path = write(folder / "state", rollout())
     (path.parents[1] / "spec.json").unlink()
@@ -206,33 +172,31 @@ def test_a_round_whose_rollouts_are_not_there_says_so(flywheel: Run, folder: Pat
     assert "retention.keep_days" in ran.err
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"step": 1}'])
-def test_a_line_that_is_no_rollout_is_named(flywheel: Run, folder: Path, line: str) -> None:
-    path = write(folder / "state", rollout())
-    written = path.read_bytes()
-    path.write_bytes(written[: written.index(b"\n") + 1] + line.encode() + b"\n")
-    ran = flywheel("rollouts", "r0007")
-    assert ran.code == 1
-    assert "rollouts/0001.jsonl: the line at byte" in ran.err
-
-
 def test_a_round_of_an_earlier_version_is_shown(flywheel: Run, folder: Path) -> None:
     """Its rollouts of all steps are in one file."""
     shutil.copytree(IN_ONE_FILE, folder / "state" / "rounds" / "r0001")
     shown = flywheel("rollouts", "r0001", "--step", "2", "--task", "t-1")
     assert shown.out.startswith("\nstep 2, t-1: 4 rollouts, mean reward 0.50\n")
-    made = flywheel("rollouts", "r0001", "--json", "--tokens").json["groups"]
-    assert [(group["step"], group["task_id"], len(group["rollouts"])) for group in made] == [
-        (1, "t-1", 4), (1, "t-2", 4), (2, "t-1", 4), (2, "t-2", 4)
-    ]  # fmt: skip
-    assert made[0]["rollouts"][0]["samples"][0]["text"][-2:] == ["se", "ven"]
 
 
-def test_the_table_fits_a_terminal_and_names_a_question_once(folder: Path) -> None:
-    path = write(folder / "state", rollout(answer="你好" * 60), rollout(), rollout(step=2), name="debug")
-    for columns in (80, 120):
-        console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
-        print_table(console, table_of(path.parents[1]))
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        assert max(map(cell_len, lines)) <= columns
-        assert " ".join(lines).count("What is 3 plus 4?") == 2
+def test_show_names_them_by_round_or_adapter_and_the_last_debug_round_by_itself(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", rollout(), rollout(task_id="t-2", group=1))
+    write(folder / "state", rollout(answer="tried"), name="debug")
+    for asked in ((), ("--task", "t-2"), ("--step", "2", "--json"), ("--tokens", "--json")):
+        of_round = flywheel("rollouts", "r0007", *asked)
+        for name in ("r0007", "agent@r0007"):
+            assert flywheel("show", name, "--rollouts", *asked) == of_round
+    assert flywheel("show", "debug") == flywheel("show", "debug", "--rollouts") == flywheel("rollouts", "debug")
+    assert "tried" in flywheel("show", "debug").out
+    ran = flywheel("show", "r0007", "--step", "1")
+    assert (ran.code, "it goes with --rollouts" in ran.err) == (2, True)
+    ran = flywheel("rollouts", "r0007", "--tokens")
+    assert (ran.code, "requires --json" in ran.err) == (2, True)
+
+
+def test_the_list_of_a_debug_round_has_two_lines_for_each_rollout(folder: Path) -> None:
+    failed = rollout(reward=None, advantage=None, criteria=[], error="the judge was away", steps=STEPS)
+    path = write(folder / "state", rollout(answer="9" * 99), failed, name="debug")
+    first, about, second, _ = short_lines(in_short(path.parents[1]))
+    assert (first, second) == ("reward 0.25, 0 steps, right", "reward –, 2 steps, the judge was away")
+    assert about.startswith("  What is 3 plus 4?") and about.endswith("9…")

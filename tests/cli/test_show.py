@@ -1,5 +1,5 @@
-"""What was judged can be found and read: `tasks` by state, adapter, criterion and text, `show`, and by what `status`
-says that replies are rejected."""
+"""What was judged can be found and read: `tasks` by state, adapter, criterion and text, `show` and `why` by any id,
+and by what `status` says that replies are rejected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.factories.state import execute
+from tests.factories.trace import write_lines
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "bad, without a box"
 
@@ -80,6 +81,18 @@ def test_a_task_is_shown_whole_with_reasons(judged: Bench) -> None:
     ran = judged("show", "t-nothing")
     assert ran.code == 1
     assert "cannot show t-nothing" in ran.err
+
+
+def test_a_row_that_is_no_task_is_shown_by_the_name_that_its_file_gives_it(bench: Bench) -> None:
+    rows = {"task_id": "sum-1", "main_query": "1+1?", "answer": "2"}, {"task_id": "sum-2", "main_query": "2+2?"}
+    write_lines(bench.folder / "source.jsonl", *rows)
+    assert bench("ingest").code == 0
+    shown, why = bench("show", "sum-2"), bench("why", "sum-2")
+    assert (shown.code, shown.out) == (0, why.out)
+    assert shown.out.startswith("row sum-2 of trace ")
+    assert bench("show", "sum-2", "--json").json == bench("why", "sum-2", "--json").json
+    assert bench("why", "sum-1").out.startswith("row sum-1 of trace ")
+    assert [task["task_id"] for task in bench("show", "sum-1", "--json").json["tasks"]] == ["sum-1"]
 
 
 def test_steps_and_history_are_shown(flywheel: Run, tmp_path: Path) -> None:

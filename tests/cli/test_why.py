@@ -1,4 +1,4 @@
-"""`flywheel why` of a round."""
+"""`flywheel why` and `flywheel show` of a round."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) ->
     assert told[start + 2 : start + 4] == ["system prompt of 64 rollouts: (none)", "and 1 further system prompt"]
     story = json.loads(flywheel("why", "r0001", "-c", config, "--json").out)
     assert story["sampling"] == sampling.model_dump()
+    for name in ("r0001", f"{state.model.alias}@r0001"):
+        assert flywheel("show", name, "-c", config) == flywheel("why", "r0001", "-c", config)
+        assert flywheel("show", name, "-c", config, "--json").json == story
 
 
 def test_suites_are_shown_beside_the_criteria(tmp_path: Path, flywheel: Run) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.rounds.rounds import Rounds, WorkerWatch
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.daemon.service import Service
-from flywheel.daemon.stage import Intervals, Stage
+from flywheel.daemon.stage import Intervals, Stage, in_turn
 from flywheel.errors import CallLogError, FlywheelError, NotifyError, StoreError
 from flywheel.records.states import TaskState
 from flywheel.sources.ingestion import Ingestion
@@ -409,6 +410,33 @@ async def test_an_erasure_does_not_wait_for_the_next_day_s_budget(
         finally:
             service.stop()
             await running
+
+
+async def test_each_step_of_a_stage_is_done_and_has_its_own_error(store: Store) -> None:
+    trouble: dict[str, Exception] = {}
+    done: list[str] = []
+
+    async def step(name: str) -> None:
+        done.append(name)
+        if name in trouble:
+            raise trouble[name]
+
+    stage = Stage("retention", partial(in_turn, partial(step, "spans"), partial(step, "rounds")), store=store)
+    spans, old = CallLogError("delete spans", "the disk is full", "Free space."), StoreError("remove r1", "no right")
+    for failing, said in (
+        ({"spans": spans}, [str(spans)]),
+        ({"rounds": old}, [str(old)]),
+        ({"spans": spans, "rounds": old}, [str(spans), str(old)]),
+        ({}, []),
+    ):
+        trouble, done[:] = failing, []
+        await stage.attempt()
+        error = (await store.read(stages.record_of, "retention")).error
+        assert done == ["spans", "rounds"]
+        assert [each for each in (str(spans), str(old)) if each in error] == said
+    trouble = {"spans": KeyError("a defect"), "rounds": old}
+    await stage.attempt()
+    assert done == ["spans", "rounds"] * 2
 
 
 async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batch(

@@ -34,7 +34,7 @@ GIVEN: Final = {
     "flywheel/system/lock.py": "a lock",
     "flywheel/cli/app.py": "the database, whose name is imported by a function",
     "flywheel/store/backup.py": "what a backup has, which is copied from a state",
-    "flywheel/daemon/rounds/erasure.py": "the folders of a place",
+    "flywheel/daemon/rounds/removal.py": "the folders of a place",
 }
 """Where the name of a file in a state is an argument, and what it is of."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from flywheel.daemon.rounds.retention import STAYS
+from flywheel.daemon.rounds.removal import STAYS
 from flywheel.records.states import RoundState
 from flywheel.system.files import write_json
 from tests.factories.round import put_adapter, put_round

@@ -6,7 +6,7 @@ import json
 import re
 
 from flywheel.config.file import Config
-from flywheel.daemon.rounds.erasure import erase_from_results, erase_from_round
+from flywheel.daemon.rounds.removal import erase_from_results, erase_from_round
 from flywheel.training.data.rollout_file import groups
 from tests.factories.state import execute, in_thread, open_state
 from tests.factories.web import client

@@ -32,7 +32,7 @@ from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import ABTestRequest, Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
-from flywheel.daemon.rounds.erasure import tasks_of
+from flywheel.daemon.rounds.removal import tasks_of
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose
 from flywheel.daemon.rounds.suites import require_grader, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers

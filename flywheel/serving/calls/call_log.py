@@ -140,6 +140,12 @@ def call_log_copy_path(state_dir: Path) -> Path:
     return state_dir / "calls" / "calls.db"
 
 
+def call_logs(state_dir: Path) -> list[Path]:
+    """The logs of servers that have the same state directory, and the copy of all call logs."""
+    paths = [*sorted((state_dir / "serving").glob("calls-*.db")), call_log_copy_path(state_dir)]
+    return [path for path in paths if path.is_file()]
+
+
 class CallLog:
     """One connection to the file, which is created when it is first used. Every method raises CallLogError.
 

@@ -129,11 +129,12 @@ def subject(conn: Connection, name: str) -> Subject | None:
 
 
 def replies_of(conn: Connection, found: Subject, limit: int | None = None, after: int = 0) -> Sequence[Row[Any]]:
-    """The replies of a subject in their order, each with its `source`, and if it has a task, with `key`, `split`,
-    `task_state` and `question` of it; only those `after` a number."""
+    """The replies of a subject in their order, each with `source` and `source_type`, and if it has a task, with
+    `key`, `split`, `task_state` and `question` of it; only those `after` a number."""
     of_task = tasks.c.key, tasks.c.split, tasks.c.state.label("task_state")
     question = func.json_extract(tasks.c.payload, "$.main_query").label("question")
-    query = _replies(*replies.c, *of_task, question, sources.c.path.label("source"))
+    of_source = sources.c.path.label("source"), sources.c.type.label("source_type")
+    query = _replies(*replies.c, *of_task, question, *of_source)
     with_source = query.join(sources, sources.c.id == replies.c.source_id)
     own = with_source.where(found.is_its, replies.c.id > after).order_by(replies.c.id)
     return conn.execute(own.limit(limit)).all()
@@ -178,7 +179,7 @@ _REPLY: Final = (
 def why(conn: Connection, name: str, takes: TaskScopes = NONE_SELECTED) -> dict[str, Any] | None:
     """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation.
 
-    `takes` are the exclusions that do not keep tasks from rounds.
+    `takes` are the exclusions that do not keep tasks from rounds. Each reply also has a `name` for people.
     """
     of_round = select(rounds).where(rounds.c.name == name.rpartition("@")[2])
     found = conn.execute(of_round).mappings().one_or_none()
@@ -187,10 +188,21 @@ def why(conn: Connection, name: str, takes: TaskScopes = NONE_SELECTED) -> dict[
     if (named := subject(conn, name)) is None:
         return None
     stories = [
-        {**{key: getattr(row, key) for key in _REPLY}, "task": task_story(conn, row.task_id, takes)}
+        {
+            "name": _name(row),
+            **{key: getattr(row, key) for key in _REPLY},
+            "task": task_story(conn, row.task_id, takes),
+        }
         for row in replies_of(conn, named)
     ]
     return {"kind": "trace", "id": name, "replies": stories}
+
+
+def _name(row: Row[Any]) -> str:
+    """What people call a reply: its span, or the id that its file gives the row, of which `span_id` is a hash."""
+    if row.source_type != "jsonl":
+        return f"span {row.span_id}"
+    return f"row {row.own_id or row.key or row.span_id}"
 
 
 def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:

@@ -8,6 +8,7 @@ which is only read.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -245,6 +246,54 @@ def prompts_of(directory: Path) -> dict[str, Mapping[str, Any]]:
         return {task["task_id"]: task for task in (*spec["train"], *spec["held_out"])}
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return {}
+
+
+def conversations(
+    state_dir: Path, name: str, task: str | None = None, step: int | None = None, *, with_samples: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The groups of a round (`r0007`, or `debug`), perhaps only of a task or a step, each with its prompt, as far as
+    the round's specification still has it, and its rollouts; `with_samples`: with their tokens.
+
+    Raises StoreError, also for a round that has none.
+    """
+    directory, attempted = state_dir / "rounds" / name, f"show rollouts of {name}"
+    if not re.fullmatch(r"r\d+|debug", name) or not directory.is_dir():
+        why = f"there is no such round in {state_dir}"
+        raise StoreError(attempted, why, "`flywheel status` lists rounds; `debug` is the last debug round.")
+    if not rollout_files(directory):
+        hint = "A round writes them at the end of each step; retention.keep_days says when they are removed."
+        raise StoreError(attempted, f"there is none in {directory}", hint)
+    prompts = prompts_of(directory)
+    unread = {"step", "task_id", "group", "dropped", *(() if with_samples else ("samples",))}
+    for group in groups(directory):
+        if task not in (None, group.task_id) or step not in (None, group.step):
+            continue
+        prompt = prompts.get(group.task_id, {})
+        members = (rollout_of(group, place) for place in range(len(group.rollouts)))
+        yield {
+            "step": group.step,
+            "task_id": group.task_id,
+            "prompt": prompt.get("prompt", []),
+            "question": prompt.get("query", ""),
+            "dropped": group.dropped,
+            "rollouts": [{key: item[key] for key in item if key not in unread} for item in members],
+        }
+
+
+def in_short(directory: Path) -> list[dict[str, Any]]:
+    """Every rollout of a round, in short; empty without any. Raises StoreError."""
+    if not rollout_files(directory):
+        return []
+    return [
+        {
+            **{key: group[key] for key in ("step", "task_id", "question")},
+            **{key: rollout[key] for key in ("steps", "answer", "reward")},
+            "failed": [item["criterion"] for item in rollout["criteria"] if not item["passed"]],
+            "error": rollout["error"],
+        }
+        for group in conversations(directory.parents[1], directory.name)
+        for rollout in group["rollouts"]
+    ]
 
 
 def probability_class(logprob: float) -> int:

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, delete, insert, select, update
 
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.rounds.erasure import UNPROVABLE, erase_from_results, erase_from_round
+from flywheel.daemon.rounds.removal import UNPROVABLE, erase_from_results, erase_from_round
 from flywheel.errors import ServeError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
 from flywheel.records.round import Probe, Recording, RoundResult

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flywheel.daemon.evaluation_answers import answers_in
-from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_files, erase_from_round
+from flywheel.daemon.rounds.removal import EMPTIED, erase_from_files, erase_from_round
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
 from flywheel.records.round import RoundResult
@@ -97,6 +97,18 @@ def test_nothing_of_an_erased_task_is_left_in_any_file_and_all_of_others_stays(t
     assert contents(tmp_path) == after
 
 
+def test_adapters_stay_as_they_are(directory: Path) -> None:
+    """What they learned stays, and what is beside their weights has no tasks."""
+    adapters = [directory / name for name in ("adapter", "candidate", "stages/1-dpo/adapter")]
+    for each in adapters:
+        each.mkdir(parents=True, exist_ok=True)
+        (each / "adapter_config.json").write_text(json.dumps({"r": 8, "error": "a name"}))
+        (each / "chat_template.jsonl").write_text("{{ messages }}")
+    before = [marks(each) for each in adapters]
+    assert erase_from_round(directory, ERASED, used=True) > 10
+    assert [marks(each) for each in adapters] == before
+
+
 def test_what_reads_a_round_reads_it_afterwards(directory: Path) -> None:
     erase_from_round(directory, ERASED)
     spec = read_spec(directory)
@@ -165,6 +177,7 @@ def marks(directory: Path) -> dict[Path, tuple[int, int, int]]:
 
 def test_a_round_that_has_no_erased_task_is_not_touched(directory: Path) -> None:
     (directory / "worker.log").write_text("as it was")
+    assert erase_from_round(directory, frozenset({"t-other"})) == 1, "what a killed process left is nobody's"
     before = marks(directory)
     assert erase_from_round(directory, frozenset({"t-other"})) == 0
     assert marks(directory) == before

@@ -14,8 +14,9 @@ from sqlalchemy import select
 
 from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.rounds import retention as removal
-from flywheel.daemon.rounds.retention import STAYS, Removal, Retention
+from flywheel.daemon.rounds import retention
+from flywheel.daemon.rounds.removal import STAYS
+from flywheel.daemon.rounds.retention import Pruned, remove_old, remove_regularly
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.states import RoundState
 from flywheel.store import deployments, rounds
@@ -48,8 +49,8 @@ class Old:
     def deployer(self) -> Deployer:
         return Deployer(self.store, self.config)
 
-    def with_retention(self, **values: Any) -> Retention:
-        return Retention(self.store, with_settings(self.config, retention=values))
+    def with_retention(self, **values: Any) -> Config:
+        return with_settings(self.config, retention=values)
 
     def directory(self, name: str) -> Path:
         return self.config.state_dir / "rounds" / name
@@ -63,8 +64,12 @@ class Old:
             await self.deployer.deploy(name, "test")
         await self.deployer.reconcile()  # which takes what is long out of use from the servers
 
-    async def remove(self, **values: Any) -> Removal:
-        return await self.with_retention(**{"keep_served": 0, **values}).remove(90, "test")
+    async def remove(self, *, dry_run: bool = False, **values: Any) -> Pruned:
+        config = self.with_retention(**{"keep_served": 0, **values})
+        return await remove_old(self.store, config, 90, "test", dry_run=dry_run)
+
+    async def remove_regularly(self, **values: Any) -> None:
+        await remove_regularly(self.store, self.with_retention(**values))
 
 
 @pytest.fixture
@@ -91,8 +96,8 @@ async def adapter_state(store: Store, name: str) -> str:
 
 async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state: Old) -> None:
     done = await state.remove()
-    assert [each.name for each, _ in done.removed] == ["r0001", "r0002", "r0003", "r0004", "r0005"]
-    assert done.size == 5 * 200 + 4 * len("r0001")
+    assert [each.round for each in done.removed] == ["r0001", "r0002", "r0003", "r0004", "r0005"]
+    assert done.bytes == 5 * 200 + 4 * len("r0001")
     for number in range(1, 6):
         assert {path.name for path in state.directory(f"r{number:04d}").iterdir()} == STAYS
         assert await history(state.store, number) == ["removing files", "files removed"]
@@ -103,14 +108,14 @@ async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state:
     story = await state.store.read(lineage.why, "r0001")
     assert story["adapter"]["state"] == "removed"
     assert (await state.store.read(balance.balance)).balanced
-    assert (await state.remove()).removed == ()
+    assert (await state.remove()).removed == []
 
 
 async def test_what_serves_and_what_it_can_be_rolled_back_to_stay(state: Old) -> None:
     await state.served("r0001", "r0002", "r0003")
     done = await state.remove()
     assert state.whole() == ["r0002", "r0003"]
-    assert {each.name: why for each, why in done.kept} == {
+    assert {each.round: each.why for each in done.kept} == {
         "r0002": "agent can be rolled back to it",
         "r0003": "it serves as agent",
     }
@@ -122,14 +127,14 @@ async def test_what_served_last_stays_besides(state: Old) -> None:
     await state.served("r0001", "r0002", "r0003", "r0004")
     done = await state.remove(keep_served=3)
     assert state.whole() == ["r0002", "r0003", "r0004"]
-    assert done.kept[0][1] == "one of the last 3 that served"
+    assert done.kept[0].why == "one of the last 3 that served"
     target, _ = await state.deployer.rollback("r0002")
     assert target == "r0002"
 
 
 async def test_what_served_under_another_alias_stays(state: Old) -> None:
     await state.served("r0001")
-    await Retention(state.store, with_settings(state.config, model={"alias": "other"})).remove(90, "test")
+    await remove_old(state.store, with_settings(state.config, model={"alias": "other"}), 90, "test")
     assert state.whole() == ["r0001"]
 
 
@@ -139,7 +144,7 @@ async def test_a_round_under_way_and_what_it_goes_on_from_stay(state: Old) -> No
     await state.store.write(put_round, 6, RoundState.TRAINING, directory, parent="r0002")
     done = await state.remove()
     assert state.whole() == ["r0002", "r0006"]
-    assert [why for _, why in done.kept] == ["r0006 goes on from it"]
+    assert [each.why for each in done.kept] == ["r0006 goes on from it"]
 
 
 async def test_what_is_not_old_enough_stays(state: Old) -> None:
@@ -154,7 +159,7 @@ async def test_what_a_server_still_lists_stays(state: Old) -> None:
     state.server.loaded["agent@r0001"] = str(state.directory("r0001") / "adapter")
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"]
-    assert done.kept[0][1] == f"{state.config.serving.urls[0]} still lists it"
+    assert done.kept[0].why == f"{state.config.serving.urls[0]} still lists it"
 
 
 async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +172,8 @@ async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pyt
         found = {}
         for name in (None, "ADMIN"):
             keys = {"urls": [url], "api_key_env": "AGENTS", "admin_key_env": name}
-            keyed = replace(state, config=with_settings(state.config, serving=keys)).with_retention(keep_served=0)
-            found[name] = (await keyed.look(90)).kept[0][1]
+            keyed = replace(state, config=with_settings(state.config, serving=keys))
+            found[name] = (await keyed.remove(dry_run=True)).kept[0].why
     assert "refuses the key" in found[None]
     assert found["ADMIN"] == f"{url} still lists it"
 
@@ -178,16 +183,16 @@ async def test_of_what_was_deployed_nothing_goes_while_a_server_cannot_be_asked(
     state.server.faults["/v1/models"] = (503, "starting")
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"], "r0004 and r0005 were never on a server"
-    assert "cannot be asked whether it still lists it" in done.kept[0][1]
+    assert "cannot be asked whether it still lists it" in done.kept[0].why
 
 
 async def test_a_look_removes_nothing_and_says_what_would_go(state: Old) -> None:
     await state.served("r0004")
-    look = await state.with_retention(keep_served=0).look(90)
-    assert [each.name for each, _ in look.removed] == ["r0001", "r0002", "r0003", "r0005"]
+    look = await state.remove(dry_run=True)
+    assert [each.round for each in look.removed] == ["r0001", "r0002", "r0003", "r0005"]
     assert len(state.whole()) == 5
     assert await history(state.store, 1) == []
-    assert look.size == (await state.remove()).size
+    assert look.bytes == (await state.remove()).bytes
 
 
 async def test_a_removed_adapter_is_not_deployed_and_its_files_can_be_put_back(state: Old, tmp_path: Path) -> None:
@@ -197,10 +202,10 @@ async def test_a_removed_adapter_is_not_deployed_and_its_files_can_be_put_back(s
         await state.deployer.deploy("r0001", "by hand")
     assert await adapter_state(state.store, "r0001") == "removed"
     shutil.copytree(tmp_path / "backup", state.directory("r0001") / "adapter")
-    assert (await state.remove()).removed == (), "what was put back is not taken away again"
+    assert (await state.remove()).removed == [], "what was put back is not taken away again"
     await state.deployer.deploy("r0001", "by hand")
     assert await adapter_state(state.store, "r0001") == "ready"
-    assert (await state.remove()).removed == ()
+    assert (await state.remove()).removed == []
     await state.served("r0001")
     assert (state.directory("r0001") / "adapter" / "weights").exists()
 
@@ -213,7 +218,7 @@ async def test_a_removal_that_was_killed_is_finished(state: Old, monkeypatch: py
         (directory / ".adapter.removed" / "weights").unlink()
         raise Killed
 
-    monkeypatch.setattr(removal, "_remove", dies)
+    monkeypatch.setattr(retention, "remove_leftovers", dies)
     with pytest.raises(Killed):
         await state.remove()
     monkeypatch.undo()
@@ -254,7 +259,7 @@ async def test_files_that_cannot_be_removed_are_tried_again(state: Old, monkeypa
     with pytest.raises(StoreError, match=r"remove old files from .*r0002: .*Permission denied"):
         await state.remove()
     monkeypatch.undo()
-    assert [each.name for each, _ in (await state.remove()).removed] == ["r0002"], "it has held up no other"
+    assert [each.round for each in (await state.remove()).removed] == ["r0002"], "it has held up no other"
     assert state.whole() == []
 
 
@@ -267,7 +272,7 @@ async def test_a_slow_disk_holds_up_no_swap(state: Old, monkeypatch: pytest.Monk
             seen.append((directory / "adapter").exists())
         return 0
 
-    monkeypatch.setattr(removal, "_remove", look)
+    monkeypatch.setattr(retention, "remove_leftovers", look)
     await state.remove()
     assert seen == [False] * 5
 
@@ -276,15 +281,15 @@ async def test_nothing_goes_while_the_alias_is_moved(state: Old) -> None:
     with instance_lock(state.config.state_dir, "swap.lock"):
         with pytest.raises(LockedError):
             await state.remove()
-        await state.with_retention(keep_served=0).prune()
+        await state.remove_regularly(keep_served=0)
     assert len(state.whole()) == 5
 
 
 async def test_the_daemon_removes_by_its_settings(state: Old) -> None:
-    await state.with_retention(keep_days=None).prune()
-    await state.with_retention(keep_days=500).prune()
+    await state.remove_regularly(keep_days=None)
+    await state.remove_regularly(keep_days=500)
     assert len(state.whole()) == 5
-    await state.with_retention().prune()
+    await state.remove_regularly()
     assert state.whole() == []
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT
-from flywheel.daemon.rounds.erasure import erase_from_round
+from flywheel.daemon.rounds.removal import erase_from_round
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import RoundResult, Sampling, SystemPrompt
 from flywheel.system.files import tree_sha256
