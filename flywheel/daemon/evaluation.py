@@ -332,15 +332,7 @@ class _RemoteRun:
         setup = ToolSetup(spec.shared_gate, "end", tuple(rollout.finish_tools), rollout.max_turns)
         engine.use_tools(setup, setup)
         if isinstance(rollout.agent, AgentProgramSettings):
-            alias = settings.model.alias
-            trained = spec.target or alias
-            program = ProgramSetup(
-                {trained: alias},
-                trained,
-                rollout.max_turns,
-                needs_reward=rollout.weights.workflow > 0,
-                rewards_loops=rollout.loop_reward is not None,
-            )
+            program = ProgramSetup.of(settings, spec.target or settings.model.alias)
             done(engine.use_program(spec.settings, program))
 
     def _write(self, batch: RolloutBatch, application: RemoteApplication, seconds: float) -> None:

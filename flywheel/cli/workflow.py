@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,18 +16,15 @@ from flywheel.cli.app import (
     load_config,
     print_error,
     print_json,
-    read_state,
     run_async,
 )
 from flywheel.cli.tables import short_path
-from flywheel.errors import EXIT_FAILED, ConfigError
+from flywheel.errors import EXIT_FAILED
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
-    from flywheel.cli.workflow.checked_run import Checked
     from flywheel.config.file import Config
+    from flywheel.daemon.workflow_check import Checked
 
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
@@ -65,10 +62,10 @@ def check(
     Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
     accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.
     """
+    from flywheel.daemon import workflow_check
+
     settings = load_config(config)
-    is_file = task is not None and Path(task).expanduser().is_file()
-    line = _first_line(Path(task or "").expanduser()) if is_file else run_async(_stored_task(settings, task))
-    checked = run_async(_check(settings, function, line, url, model, answers))
+    checked = run_async(workflow_check.check(settings, function, task, url, model, answers))
     if as_json:
         print_json(checked.as_json())
     else:
@@ -102,93 +99,15 @@ def env(
     It also names the modules that the agent's files import and that the environment lacks. They are not installed,
     because a package can have another name than its module: name the packages with --requirement.
     """
+    from flywheel.daemon.workflow_check import with_function
     from flywheel.training.program import agentscope_1
 
-    settings = _with_function(load_config(config), function)
-    if getattr(settings.rollout.agent, "workflow", None) is None:
-        why = "rollout.agent names no workflow"
-        raise ConfigError("make an environment", why, "Name one there, or as FILE.py:function on the command line.")
-    imports = agentscope_1.imports_of(settings.rollout.model_dump(mode="json"))
-    python = agentscope_1.make(absolute(output), [absolute(file) for file in requirement or ()])
-    for module in agentscope_1.missing(python, imports):
-        files = ", ".join(short_path(file) for file in imports[module])
-        named = f"{files} imports" if files else "the settings name"
+    rollout = with_function(load_config(config), function).rollout.model_dump(mode="json")
+    python, missing = agentscope_1.make(rollout, absolute(output), [absolute(file) for file in requirement or ()])
+    for module, files in missing.items():
+        named = f"{', '.join(map(short_path, files))} imports" if files else "the settings name"
         typer.echo(escape_terminal(f"missing: {module}, which {named}"))
     typer.echo(escape_terminal(f"rollout.agent.python: {python}"))
-
-
-async def _check(
-    config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None, answers: int
-) -> Checked:
-    from flywheel.cli.workflow import checked_run
-    from flywheel.daemon.rounds.round_tasks import program_line
-    from flywheel.records.task import is_traced
-    from flywheel.serving.replica_addresses import replica_urls
-    from flywheel.serving.server_keys import agents_key
-    from flywheel.training.program.program_pool import program_of
-
-    attempted = "check the workflow"
-    program = program_of(_with_function(config, function))
-    if program is None:
-        why = "rollout.agent names no workflow and no command"
-        raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
-    models = {name: model or each.model.alias for name, each in config.by_target().items()}
-    server = url or next(iter(await replica_urls(config.serving)))
-    accepted = []
-    if program.reward_function and answers:
-        from flywheel.store.samples import accepted_lines
-
-        lines = await read_state(config, lambda conn: accepted_lines(conn, answers), warn=False)
-        accepted = [program_line(each, is_accepted=True) for each in lines if is_traced(each)]
-    key = agents_key(config.serving, attempted)
-    return await checked_run.check(program, line, server, models, key=key, accepted=accepted)
-
-
-def _with_function(config: Config, function: str | None) -> Config:
-    """The settings with this function, if one is given, whose path is relative to the working directory."""
-    from flywheel.config.file import parse
-
-    if function is None:
-        return config
-    rollout = config.rollout.model_dump(mode="json")
-    given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
-    folder = given.get("folder") or str(Path.cwd())
-    agent = {"workflow": function, "python": given.get("python"), "folder": folder}
-    rollout["agent"] = agent | {"config": given.get("config", {})}
-    return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
-
-
-async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
-    """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
-    from flywheel.daemon.rounds.round_tasks import program_line
-
-    def find(conn: Connection) -> dict[str, Any] | None:
-        from flywheel.store import calibrations, rounds, samples
-
-        if task is not None:
-            return calibrations.lines_of(conn, [task]).get(task)
-        free = samples.candidates(conn, config.takes.train, 1)
-        return rounds.payloads(conn, [row.id for row in free])[0] if free else None
-
-    found = await read_state(config, find, warn=False)
-    if found is not None:
-        return program_line(found, is_accepted=True)
-    why = (
-        "the state has no accepted task for a round"
-        if task is None
-        else f"{task} is neither a file nor a task of the state"
-    )
-    raise ConfigError("find a task for the workflow", why, "Name a file of tasks with --task FILE.jsonl.")
-
-
-def _first_line(path: Path) -> dict[str, Any]:
-    from flywheel.daemon.rounds.round_tasks import program_line
-    from flywheel.sources.jsonl.record import rows_of_file
-
-    attempted = f"read a task from {path}"
-    for row in rows_of_file(path, attempted):
-        return program_line(row.task, is_accepted=True)
-    raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
