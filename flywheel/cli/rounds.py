@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -17,7 +17,6 @@ from flywheel.cli.app import (
     JsonOption,
     absolute,
     app,
-    change_state,
     load_config,
     open_state,
     print_error,
@@ -27,17 +26,12 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import criterion_lines, forecast_text, stdout
-from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError, TrainError
+from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from flywheel.config.file import Config
-    from flywheel.daemon.forecast import Forecast
-    from flywheel.daemon.rounds.rounds import Rounds
     from flywheel.serving.client.adapter_swap import SwapReport
-    from flywheel.store.kernel.database import Store
 
     Swap: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
@@ -75,21 +69,35 @@ def train_round(
         raise typer.BadParameter("it is the data of an adapter: give --adapter", param_hint="--trained-on")
     if adapter is not None and (debug or force):
         raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
+    from flywheel.cli import progress_bars
+    from flywheel.cli.rollouts import table_of
+    from flywheel.daemon.forecast import forecast
+    from flywheel.daemon.rounds import by_hand
+
     settings = load_config(config)
     expected = None
     if adapter is None:
-        expected = run_async(read_state(settings, partial(_forecast, settings, target), warn=False))
+        own = settings.by_target().get(target or "", settings)
+        expected = run_async(read_state(settings, lambda conn: forecast(conn, own), warn=False))
     if expected is not None and not as_json:
         typer.echo(forecast_text(expected))
     if force and not debug:
-        shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings, target), warn=False))
-        _confirm(shortage, yes)
+        question = partial(by_hand.shortage, config=settings, target=target)
+        _confirm(run_async(read_state(settings, question, warn=False)), yes)
+
+    def beside(directory: Path) -> AbstractAsyncContextManager[None]:
+        return progress_bars.beside(progress_bars.of_round(directory, quiet=as_json))
+
+    async def run() -> dict[str, Any]:
+        files = {"adapter": adapter and absolute(adapter), "trained_on": trained_on and absolute(trained_on)}
+        async with open_state(settings, lock=True) as store:
+            return await by_hand.run(store, settings, beside, target=target, force=force, **files)
+
     if debug:
-        run = _debug(settings, target, quiet=as_json)
+        report = run_async(by_hand.show_rollouts(settings, target, beside))
+        report["rollouts"] = table_of(Path(report["dir"]))
     else:
-        files = tuple(path and absolute(path) for path in (adapter, trained_on))
-        run = _round(settings, force, target, files, quiet=as_json)
-    report = run_async(run)
+        report = run_async(run())
     if as_json:
         print_json(report | {"forecast": expected and expected.as_json()})
     else:
@@ -98,38 +106,6 @@ def train_round(
         _print(escape_terminal(report))
     if report["state"] == "failed":
         raise typer.Exit(EXIT_FAILED)
-
-
-def _forecast(config: Config, target: str | None, conn: Connection) -> Forecast:
-    """What the rounds of a target could train on; of all without one, or one that there is not."""
-    from flywheel.daemon.forecast import forecast
-
-    return forecast(conn, config.by_target().get(target or "", config))
-
-
-def _why_not(conn: Connection, config: Config, target: str | None, reason: str) -> tuple[str, str]:
-    """Why no round starts, and what to do."""
-    from flywheel.daemon.forecast import none_free
-    from flywheel.daemon.rounds.planner import next_with_samples
-    from flywheel.store.samples import count_free
-
-    own = next_with_samples(conn, config, target)
-    if count_free(conn, own.takes.train):
-        return reason, "Wait, or use --force."
-    why, hint = none_free(conn, own)
-    return f"{reason}; {why}", hint
-
-
-def _shortage(conn: Connection, config: Config, target: str | None) -> str:
-    """That a new round would have fewer samples than it should; empty if it has enough."""
-    from flywheel.daemon.rounds.planner import next_with_samples
-    from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache
-    from flywheel.store.rounds import live
-
-    available = AvailableSamplesCache(next_with_samples(conn, config, target)).now(conn)
-    if live(conn) is not None or not available.usable or available.usable >= available.needs:
-        return ""
-    return f"{available.summary}: a round with so few samples learns little"
 
 
 def _confirm(shortage: str, yes: bool) -> None:
@@ -143,144 +119,6 @@ def _confirm(shortage: str, yes: bool) -> None:
         raise typer.BadParameter("stdin is not a terminal to confirm this on: give --yes", param_hint="--force")
     if not typer.confirm("Start it anyway?", err=True):
         raise typer.Exit(EXIT_FAILED)
-
-
-async def _round(
-    config: Config, force: bool, target: str | None, files: Sequence[Path | None], *, quiet: bool
-) -> dict[str, Any]:
-    from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.judging.judge_setup import rubric_of
-    from flywheel.daemon.rounds.rounds import Rounds
-    from flywheel.daemon.status import as_json, snapshot
-    from flywheel.system.signals import StopSignals
-
-    rubric = rubric_of(config)
-    async with open_state(config, lock=True) as store:
-        rounds = Rounds(store, config, rubric, Deployer(store, config))
-        interruption = StopSignals(config.daemon.drain_seconds)
-        name = await interruption.during(
-            _train(rounds, store, config, force, target, files, quiet=quiet), rounds.stop
-        )
-        if interruption.by is not None:
-            raise interruption.error("finish the round", await store.read(left_of_round))
-        status = await store.read(snapshot, config)
-    return as_json(next(entry for entry in status.rounds if entry.round == name))
-
-
-async def _train(
-    rounds: Rounds,
-    store: Store,
-    config: Config,
-    force: bool,
-    target: str | None,
-    files: Sequence[Path | None],
-    *,
-    quiet: bool,
-) -> str:
-    """Continue the unfinished round or run a new one; its name, once it has ended or was stopped. `files` are another
-    trainer's adapter and its data."""
-    from flywheel.cli import progress_bars
-    from flywheel.store.rounds import by_name, live
-
-    adapter, trained_on = files
-    await rounds.promote_passed()
-    if (row := await store.read(live)) is not None:
-        if adapter is not None:
-            hint = "`flywheel round` without --adapter finishes it."
-            raise TrainError(f"compare the adapter in {adapter}", f"{row.name} is {row.state}", hint)
-        name = str(row.name)
-    elif adapter is not None:
-        name = await rounds.plan_candidate(adapter, trained_on, target)
-    elif force:
-        name = await rounds.plan("by hand", target)
-    else:
-        decision = await rounds.due(target=target)
-        if not decision.start:
-            raise TrainError("start a round", *await store.read(_why_not, config, target, decision.reason))
-        name = await rounds.plan(decision.reason, decision.target or None)
-    row = await store.read(by_name, name)
-    assert row is not None
-    async with progress_bars.beside(progress_bars.of_round(Path(row.dir), quiet=quiet)):
-        await rounds.finish_live()
-    await rounds.close()
-    return name
-
-
-def left_of_round(conn: Connection) -> str:
-    """What became of the round after a stop, and how it continues."""
-    from flywheel.store.rounds import live
-
-    if (row := live(conn)) is None:
-        return "No round is left unfinished."
-    return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` continues it."
-
-
-async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str, Any]:
-    from flywheel.cli import progress_bars
-    from flywheel.cli.rollouts import table_of
-    from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
-    from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
-    from flywheel.daemon.rounds.rounds import WorkerWatch, left
-    from flywheel.daemon.rounds.suites import require_grader
-    from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
-    from flywheel.daemon.status import metrics_of
-    from flywheel.judge.usage import Budget, UsageFile
-    from flywheel.store.judge_usage import book
-    from flywheel.system.signals import StopSignals
-
-    shared = rubric_of(config)
-    own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
-    rubric = rubric_of_target(own, shared)
-    require_grader(own, rubric)
-    spec = await read_state(config, lambda conn: debug_spec(conn, own, rubric), warn=False)
-    directory = config.state_dir / "rounds" / "debug"
-    usage, budget = UsageFile(directory), config.judge.budget
-    lent = await read_state(config, lambda conn: left(conn, budget, Budget(budget)), warn=False)
-    if lent is not None and lent.tokens <= 0:
-        raise TrainError("try a round", lent.why, "Or raise it.")
-
-    async def begin_account() -> None:
-        # The calls of an earlier debug round are already counted.
-        usage.path.unlink(missing_ok=True)
-        if lent is not None:
-            lent.write(directory)
-
-    interruption = StopSignals(config.daemon.drain_seconds)
-    workers: list[WorkerProcess] = []
-
-    async def work() -> int | None:
-        # A signal that arrived while the worker started must still stop it.
-        workers.append(await WorkerProcess.start(directory, spec, begin_account))
-        if interruption.by is not None:
-            await stop()
-        return await WorkerWatch("debug", workers[0]).follow(math.inf)
-
-    async def stop() -> None:
-        for worker in workers:
-            await worker.stop()
-
-    try:
-        async with progress_bars.beside(progress_bars.of_round(directory, quiet=quiet)):
-            code = await interruption.during(work(), stop)
-    except BaseException:
-        await stop()
-        raise
-    finally:
-        # Also beside a running daemon.
-        if used := usage.read(0)[0]:
-            await change_state(config, lambda conn: book(conn, used, config.judge.prices), lock=False)
-    if interruption.by is not None:
-        raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
-    result = result_of(directory, code)
-    steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
-    return {
-        "round": "debug",
-        "state": result.outcome,
-        "reason": result.reason,
-        "dir": str(directory),
-        "metrics": steps,
-        "rollouts": table_of(directory),
-    }
 
 
 def _print(report: dict[str, Any]) -> None:
