@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -24,7 +24,6 @@ from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:
     from flywheel.config.file import Config
-    from flywheel.daemon.workflow_check import Checked
 
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
@@ -67,13 +66,13 @@ def check(
     settings = load_config(config)
     checked = run_async(workflow_check.check(settings, function, task, url, model, answers))
     if as_json:
-        print_json(checked.as_json())
+        print_json(checked)
     else:
         for text in _lines(checked, settings):
             typer.echo(escape_terminal(text))
-        for problem in checked.problems:
+        for problem in checked["problems"]:
             print_error(f"flywheel: {problem}")
-    if checked.problems:
+    if checked["problems"]:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -110,47 +109,49 @@ def env(
     typer.echo(escape_terminal(f"rollout.agent.python: {python}"))
 
 
-def _lines(checked: Checked, config: Config) -> Iterator[str]:
+def _lines(checked: Mapping[str, Any], config: Config) -> Iterator[str]:
+    from flywheel.records.program_run import RunResult
     from flywheel.training.engine.endpoint import listed
     from flywheel.training.program.program_pool import decided_reward
 
-    result = checked.result
-    yield checked.function
-    yield f"task {checked.task_id}: {excerpt(checked.question)}"
-    yield f"{quantity(len(checked.calls), 'call')} of the model{':' if checked.calls else ''}"
-    for number, call in enumerate(checked.calls, 1):
-        tools = f", tools {' '.join(call.tools)}" if call.tools else ""
-        tokens = f"{call.prompt_tokens} + {call.completion_tokens} tokens, " if call.prompt_tokens is not None else ""
-        ended = call.finish_reason if call.status == 200 else f"HTTP status {call.status}"
-        stream = ", as a stream" if call.stream else ""
+    response, reward, calls = checked["response"], checked["reward"], checked["calls"]
+    yield checked["function"]
+    yield f"task {checked['task_id']}"
+    yield f"{quantity(len(calls), 'call')} of the model{':' if calls else ''}"
+    for number, call in enumerate(calls, 1):
+        tools = f", tools {' '.join(call['tools'])}" if call["tools"] else ""
+        tokens = f"{call['prompt_tokens']} + {call['completion_tokens']} tokens, "
+        tokens = tokens if call["prompt_tokens"] is not None else ""
+        ended = call["finish_reason"] if call["status"] == 200 else f"HTTP status {call['status']}: {call['error']}"
+        stream = ", as a stream" if call["stream"] else ""
         yield (
-            f"  {number}. {call.model}: {quantity(call.messages, 'message')}{tools}{stream}; {tokens}{ended},"
-            f" {call.seconds:.1f} s"
+            f"  {number}. {call['model']}: {quantity(call['messages'], 'message')}{tools}{stream}; {tokens}{ended},"
+            f" {call['seconds']:.1f} s"
         )
-    if checked.models:
-        yield f"models    {listed(checked.models)}"
-    if result.response is not None:
-        yield f"response  {excerpt(result.response)}"
-    if result.reward is not None:
+    if checked["models"]:
+        yield f"models    {listed(checked['models'])}"
+    if response is not None:
+        yield f"response  {excerpt(response)}"
+    if reward is not None:
         unused = " (not used: rollout.reward.workflow is 0)" if not config.rollout.weights.workflow else ""
         if config.rollout.reward is None:
-            unused = f" ({decided_reward(result)[1]})"
-        yield f"reward    {result.reward:g}{unused}"
-    if result.metrics:
-        yield f"metrics   {', '.join(f'{name} {value:g}' for name, value in result.metrics.items())}"
-    if checked.replayed:
-        rewarded = checked.replayed - sum(map(len, checked.unmatched.values()))
-        yield f"judge     rewards {rewarded} of {quantity(checked.replayed, 'accepted answer')}"
-        for why, tasks in checked.unmatched.items():
+            unused = f" ({decided_reward(RunResult(reward, response))[1]})"
+        yield f"reward    {reward:g}{unused}"
+    if checked["metrics"]:
+        yield f"metrics   {', '.join(f'{name} {value:g}' for name, value in checked['metrics'].items())}"
+    if (judge := checked["judge"]) is not None:
+        rewarded = judge["answers"] - sum(map(len, judge["unmatched"].values()))
+        yield f"judge     rewards {rewarded} of {quantity(judge['answers'], 'accepted answer')}"
+        for why, tasks in judge["unmatched"].items():
             more = ", …" if len(tasks) > SHOWN else ""
             yield f"  {len(tasks)} not: {why} ({', '.join(tasks[:SHOWN])}{more})"
-    if (found := checked.isolation) is not None:
+    if (found := checked["isolation"]) is not None:
         yield (
             f"isolation first message of runs in one process and in fresh ones: {found['first_message']};"
             f" rollout.agent.isolation: run costs {found['process_seconds']:.1f} s per run"
         )
-    for note in checked.notes:
+    for note in checked["notes"]:
         yield f"note      {note}"
-    yield f"took      {result.seconds:.1f} s, {result.peak_bytes / 1e6:.0f} MB"
-    if not checked.problems:
+    yield f"took      {checked['seconds']:.1f} s, {checked['peak_bytes'] / 1e6:.0f} MB"
+    if not checked["problems"]:
         yield "A round can use it."

@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +55,9 @@ MOST_FAILURES: Final = 3
 MOST_SHOWN: Final = 300
 """Characters of an error of the server."""
 FAILED: Final = 502
+"""The status of a call that another model has failed to answer."""
+RETURNED: Final = ("response", "reward", "metrics", "seconds", "peak_bytes", "cause")
+"""What is shown of a run's result."""
 
 
 @dataclass(slots=True)
@@ -176,59 +179,17 @@ class _Engine(RemoteEngine):
         return self._pool.notes
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The first run of a program, and how further ones began.
-
-    Attributes:
-        function: Its signature and place, or its command.
-        models: How often it asked for each model at the policy's address.
-        problems: What a round would fail on, in sentences; empty if nothing.
-        notes: What else users should know, in sentences.
-        replayed: Number of accepted answers that the judge got.
-        unmatched: The tasks whose accepted answers it does not reward, by reason.
-        isolation: How further runs of the task began: `first_message` is `same`, `differs in one process` or `differs
-            in fresh processes`; `process_seconds` is what a process takes before its first run, with imports and
-            setup (the median). None if there were none, because the first run had problems.
-    """
-
-    function: str
-    task_id: str
-    question: str
-    calls: list[CheckedCall]
-    result: RunResult
-    models: Mapping[str, int]
-    problems: list[str]
-    notes: list[str]
-    replayed: int = 0
-    unmatched: Mapping[str, list[str]] = field(default_factory=dict)
-    isolation: Mapping[str, Any] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """What `flywheel workflow check --json` prints."""
-        result = asdict(self.result)
-        return {
-            "function": self.function,
-            "task_id": self.task_id,
-            "calls": [asdict(call) for call in self.calls],
-            "models": self.models,
-            **{name: result[name] for name in ("response", "reward", "metrics", "seconds", "peak_bytes", "cause")},
-            "problems": self.problems,
-            "notes": self.notes,
-            "judge": {"answers": self.replayed, "unmatched": self.unmatched} if self.replayed else None,
-            "isolation": self.isolation,
-        }
-
-
 async def check(
     config: Config, function: str | None, task: str | None, url: str | None, model: str | None, answers: int
-) -> Checked:
+) -> dict[str, Any]:
     """Run the agent of the settings, or the workflow `function`, on a task: the first one of a file, the one of the
     state with this id, or the one that a round takes first.
 
     `url` is the server, without `/v1`; by default the first one of the settings, and `model` their aliases. The
-    reward function also gets at most so many accepted `answers` of the state. Raises ConfigError if the agent or the
-    task cannot be loaded, and ServeError if the server does not answer.
+    reward function also gets at most so many accepted `answers` of the state. Returns the record that
+    `flywheel workflow check --json` prints: of the first run, with `problems` that a round would fail on, and how
+    further ones began. Raises ConfigError if the agent or the task cannot be loaded, and ServeError if the server
+    does not answer.
     """
     config = with_function(config, function)
     line = _first_line(task) or await read_once(config.state_dir, _stored_line, config, task)
@@ -261,7 +222,7 @@ async def check(
         again = 0 if problems else RUNS
         in_one = [first, *[await engine.try_on(request) for _ in range(again - 1)]]
         accepted = [_request(each, config) for each in lines if is_traced(each)]
-        replayed, unmatched, harsh = await _replayed(engine, accepted)
+        judge, harsh = await _replayed(engine, accepted)
         isolation: dict[str, Any] | None = None
         if again:
             await engine.use_program(_settings(config, "run"), setup)
@@ -275,39 +236,37 @@ async def check(
             f"after the run, its process has {threads} none of its code: {', '.join(result.idle_threads)}."
             " That costs nothing, unless one calls the model"
         )
-    return Checked(
-        signature,
-        str(line.get("task_id") or ""),
-        str(line.get("main_query") or ""),
-        first.calls,
-        result,
-        asked,
-        problems + harsh,
-        notes,
-        replayed,
-        unmatched,
-        isolation,
-    )
+    return {
+        "function": signature,
+        "task_id": line["task_id"],
+        "calls": [asdict(call) for call in first.calls],
+        "models": asked,
+        **{name: getattr(result, name) for name in RETURNED},
+        "problems": problems + harsh,
+        "notes": notes,
+        "judge": judge,
+        "isolation": isolation,
+    }
 
 
-async def _replayed(
-    engine: _Engine, accepted: Sequence[RolloutRequest]
-) -> tuple[int, dict[str, list[str]], list[str]]:
-    """How many accepted answers the reward function got, the tasks whose ones it does not reward, by reason, and the
-    problem that these are all."""
+async def _replayed(engine: _Engine, accepted: Sequence[RolloutRequest]) -> tuple[dict[str, Any] | None, list[str]]:
+    """How many accepted answers the reward function got, and the tasks whose ones it does not reward, by reason; None
+    without any. The problem if these are all."""
     unmatched: dict[str, list[str]] = {}
-    replayed = failed = 0
+    count = failed = 0
     for request in accepted:
-        if replayed == failed == MOST_FAILURES:
+        if count == failed == MOST_FAILURES:
             break
-        replayed += 1
+        count += 1
         judged, task = await engine.reward_of(request), request.prompt.task
         failed += judged.cause is not None
         if not _is_rewarded(judged):
             unmatched.setdefault(_why_unmatched(task.line["answer"], judged), []).append(task.task_id)
-    if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
-        return replayed, unmatched, [f"its judge rewards none of {quantity(replayed, 'accepted answer')}"]
-    return replayed, unmatched, []
+    if not count:
+        return None, []
+    are_all = not failed and sum(map(len, unmatched.values())) == count
+    problem = f"its judge rewards none of {quantity(count, 'accepted answer')}"
+    return {"answers": count, "unmatched": unmatched}, [problem] * are_all
 
 
 def with_function(config: Config, function: str | None) -> Config:
