@@ -20,11 +20,10 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from flywheel.cli.app import absolute, open_state
-from flywheel.cli.filter import USAGE
 from flywheel.cli.progress_bars import of_tasks
 from flywheel.config.file import Config
 from flywheel.config.judge import JudgeSettings
-from flywheel.daemon.judging.judging_report import cost_of
+from flywheel.daemon.judging.judging_report import USAGE, cost_of
 from flywheel.errors import ConfigError, FlywheelError
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.prompt import estimate_tokens

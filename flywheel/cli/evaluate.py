@@ -25,16 +25,15 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.quality_bar import (
-    Case,
-    CaseOutcome,
     ConfidenceOption,
     FailUnderOption,
     JunitOption,
     MaxUndecidedOption,
-    QualityBar,
+    MetricsOption,
     SummaryOption,
+    metric_lines,
+    quality_bar,
 )
-from flywheel.cli.recorded_metrics import MetricsOption, lines_of, requested_metrics
 from flywheel.cli.tables import estimate_basis, estimated, money, short_path, spent
 from flywheel.errors import EXIT_USAGE, ConfigError, FlywheelError
 from flywheel.records.states import Split
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from flywheel.config.file import Config
     from flywheel.daemon.evaluation import Evaluation
     from flywheel.daemon.evaluation_answers import Answer, Answers
+    from flywheel.daemon.judging.quality_bar import Case
 
 HELD_OUT: Final = Split.HELD_OUT.value
 FLIPS_SHOWN: Final = 5
@@ -123,7 +123,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Let a model answer the tasks of a benchmark, and measure its answers by the rubric."""
-    bar = QualityBar(fail_under, confidence, max_undecided, junit, summary)
+    bar = quality_bar(fail_under, confidence, max_undecided, junit, summary)
     wrong = {
         "--estimate judges nothing: use it without a quality bar and its reports": estimate and bar.is_asked,
         "--against-base-url is the endpoint of --against: name its model": against_base_url and not against,
@@ -188,6 +188,7 @@ async def _plan(asked: _Asked, config: Config, metrics: str | None) -> _Plan:
 def _planned(asked: _Asked, config: Config, metrics: str | None, conn: Connection | None) -> _Plan:
     from flywheel.daemon import evaluation
     from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
+    from flywheel.judge.agent_metrics import requested_metrics
     from flywheel.store.verdicts import usage_of_judge
 
     targets = config.by_target()
@@ -242,13 +243,11 @@ class _Plan:
     used: dict[str, int]
 
     def estimate(self) -> dict[str, Any]:
-        from flywheel.cli.filter import cost_json
-
         # Both have the same tasks and the same judge.
         models = sum(each is not None and not each.is_known for each in (self.ours, self.theirs))
         tasks = len(self.ours.benchmark.tasks)
         answers = models * tasks * (self.ours.settings.gate.samples or 1)
-        return {"tasks": tasks, "answers": answers, **cost_json(self.ours.estimate(self.used, models))}
+        return {"tasks": tasks, "answers": answers, **self.ours.estimate(self.used, models).json()}
 
     async def run(self, *, quiet: bool) -> _Report:
         answers = await _answers(self.ours, quiet=quiet)
@@ -397,7 +396,7 @@ class _Report:
             ", ".join(counts),
             *self._failures,
             *self._left_out,
-            *lines_of(metrics),
+            *metric_lines(metrics),
         ]
         if (against := shown["against"]) is not None:
             found += ["", f"{shown['model']['name']} − {short_path(against['model']['name'])}, on the same tasks:"]
@@ -426,6 +425,8 @@ def _cut_off(evaluation: Evaluation, answers: Answers) -> str:
 
 
 def _case(rubric: str, name: str, answer: Answer) -> Case:
+    from flywheel.daemon.judging.quality_bar import Case, CaseOutcome
+
     outcomes = {True: CaseOutcome.ACCEPTED, False: CaseOutcome.REJECTED, None: CaseOutcome.UNDECIDED}
     failed = (
         f"{each['criterion']}: {each['choice']}" + (f" ({each['reason']})" if each["reason"] else "")

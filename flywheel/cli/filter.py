@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -25,16 +25,15 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.quality_bar import (
-    Case,
-    CaseOutcome,
     ConfidenceOption,
     FailUnderOption,
     JunitOption,
     MaxUndecidedOption,
-    QualityBar,
+    MetricsOption,
     SummaryOption,
+    metric_lines,
+    quality_bar,
 )
-from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FlywheelError
 from flywheel.system.process import tune_process
 
@@ -42,21 +41,13 @@ if TYPE_CHECKING:
     from flywheel.config.file import Config
     from flywheel.daemon.forecast import Forecast
     from flywheel.daemon.judging.judging import TaskJudging
-    from flywheel.daemon.judging.judging_report import Cost, TaskResult
-    from flywheel.daemon.judging.rubric_diff import Compared
-    from flywheel.judge.rubric.rubric import Rubric
-    from flywheel.records.verdict import Verdict
+    from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate, JudgingReport, TaskResult
+    from flywheel.daemon.judging.quality_bar import Case
     from flywheel.store.kernel.database import Store
 
 PREVIEWED: Final = 2_000
 """A dry run of up to this many tasks first prints an estimate."""
-EXCERPT: Final = 240
-"""Characters of a question or an answer of a flip."""
-USAGE: Final = ("calls", "prompt_tokens", "completion_tokens")
-COUNTS: Final = ("judged", "accepted", "rejected", "undecided", "dead", "held", "reused", "changed")
 NAME_ONE: Final = "Name a rubric in YAML."
-ERROR_PROBABILITY: Final = 0.025
-"""Of each bound of the difference between two rubrics or judges: the interval holds it at 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +75,12 @@ class _Options:
 
 
 class _Judged(NamedTuple):
-    """What is shown, the error that ended it early, the cases, and the id of the rubric."""
+    """What is shown, the error that ended it early, the cases, and what the summary says beside them."""
 
     shown: dict[str, Any]
-    error: FlywheelError | None
-    cases: list[Case]
-    rubric: str
+    error: FlywheelError | None = None
+    cases: Sequence[Case] = ()
+    notes: Sequence[str] = ()
 
 
 @app.command(name="filter")
@@ -145,7 +136,7 @@ def filter_tasks(
 ) -> None:
     """Read new replies from the configured sources, then judge pending tasks."""
     compares = against is not None or against_judge is not None
-    bar = QualityBar(fail_under, confidence, max_undecided, junit, summary)
+    bar = quality_bar(fail_under, confidence, max_undecided, junit, summary)
     wrong = {
         "--against compares all tasks: use it without --estimate and --rejudge": compares and (estimate or rejudge),
         "--tasks stores no verdict: use it with --dry-run": tasks is not None
@@ -165,16 +156,14 @@ def filter_tasks(
         settings, stores_nothing, rubric, limit, rejudge, as_json, quiet or as_json, asks, tasks, metrics
     )
     tune_process()
-    if estimate:
-        judged = _Judged(run_async(_estimate(options)), None, [], "")
-    elif compares:
-        judged = run_async(_compare(options, against, against_judge))
+    if compares:
+        work = _compare(options, against, against_judge)
     else:
-        judged = run_async(_filter(options))
-    shown, error = judged.shown, judged.error
+        work = _estimate(options) if estimate else _filter(options)
+    shown, error, cases, notes = run_async(work)
     quality = None
     if bar.is_asked:
-        quality = bar.report(_cases(judged, options), notes=_notes(shown), error=str(error or ""))
+        quality = bar.report(cases, notes=notes, error=str(error or ""))
         shown["quality"] = quality.json()
     if as_json:
         if error is None and options.failures:
@@ -183,34 +172,12 @@ def filter_tasks(
     elif not quiet:
         _print(shown, has_prices=settings.judge.prices is not None)
         more = [f"quality: {quality.sentence}"] if quality is not None else []
-        typer.echo("".join(f"{line}\n" for line in [*lines_of(shown.get("metrics", {})), *more]), nl=False)
-    if error is not None:
-        complain(error)
-        raise typer.Exit(error.exit_code)
-    if options.failures:
+        typer.echo("".join(f"{line}\n" for line in [*metric_lines(shown.get("metrics", {})), *more]), nl=False)
+    if error is None and options.failures:
         raise typer.Exit(EXIT_FAILED)
-    if quality is not None and quality.error is not None:
-        complain(quality.error)
-        raise typer.Exit(quality.error.exit_code)
-
-
-def _cases(judged: _Judged, options: _Options) -> list[Case]:
-    """The cases, with those of the file's tasks that an error kept from being judged."""
-    if judged.error is None:
-        return judged.cases
-    known = {case.task for case in judged.cases}
-    why = f"not judged: {judged.error}"
-    missing = [key for key in options.keys if key not in known]
-    return [*judged.cases, *(Case(judged.rubric, key, CaseOutcome.UNDECIDED, reason=why) for key in missing)]
-
-
-def _notes(shown: dict[str, Any]) -> list[str]:
-    """What the summary says of a comparison."""
-    if "flips" not in shown:
-        return []
-    from flywheel.cli.tables import accepted_shares
-
-    return [f"{shown['old']['name']} → {shown['new']['name']}: {accepted_shares(shown)}"]
+    if failed := error or (quality and quality.error):
+        complain(failed)
+        raise typer.Exit(failed.exit_code)
 
 
 @asynccontextmanager
@@ -218,12 +185,17 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked. One in memory for a
     file of tasks."""
     from flywheel.daemon.configured_source import apply_model_rules
-    from flywheel.daemon.judging.judging import recover
+    from flywheel.daemon.judging.judging import recover, state_of
     from flywheel.sources.ingestion import Ingestion
+    from flywheel.sources.jsonl.record import entries_of, rows_of_file
     from flywheel.store import claims
 
     if options.tasks is not None:
-        async with _state_of_file(options, options.tasks) as store:
+        attempted = f"read tasks to judge from {options.tasks}"
+        if not (entries := entries_of(rows_of_file(options.tasks, attempted), attempted)):
+            raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
+        options.keys.extend(entry.key for entry in entries[: options.limit])
+        async with state_of(entries) as store:
             yield store
         return
     # A dry run executes the same code on the copy.
@@ -247,28 +219,6 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
         yield store
 
 
-@asynccontextmanager
-async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
-    """A state in memory with a task for each row of a file. Raises ConfigError."""
-    from flywheel.records.task import Batch
-    from flywheel.sources.jsonl.record import entries_of, rows_of_file
-    from flywheel.store import ledger
-    from flywheel.store.kernel.database import Store
-
-    attempted = f"read tasks to judge from {file}"
-    if not (entries := entries_of(rows_of_file(file, attempted), attempted)):
-        raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
-    options.keys.extend(entry.key for entry in entries[: options.limit])
-    store = await Store.empty()
-    try:
-        source = await store.write(ledger.source_id, str(file), "jsonl")
-        batch = Batch(None, tuple(entries))
-        await store.write(ledger.record_batch, source, batch, train_ratio=1.0, split_seed=0)
-        yield store
-    finally:
-        await store.close()
-
-
 def _filtering(store: Store, options: _Options) -> TaskJudging:
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.judge.rubric.file import load_rubric
@@ -282,15 +232,30 @@ def _filtering(store: Store, options: _Options) -> TaskJudging:
     )
 
 
+async def _until_signal(
+    work: Coroutine[Any, Any, JudgingReport], stop: threading.Event, options: _Options, what: str, left: str
+) -> JudgingReport:
+    """The report of the judging, which a signal stops; its error says so then. Raises StoppedError without one."""
+    from flywheel.system.signals import StopSignals
+
+    interruption = StopSignals(options.config.daemon.drain_seconds)
+    report = await interruption.during(work, stop.set)
+    if interruption.by is not None:
+        stopped = interruption.error(what, left)
+        if report is None:
+            raise stopped
+        report.error = stopped
+    assert report is not None
+    return report
+
+
 async def _filter(options: _Options) -> _Judged:
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judge_setup import exchange_of
-    from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
+    from flywheel.daemon.judging.judging_report import COUNTS, USAGE, CostEstimator, cost_of
+    from flywheel.daemon.judging.quality_bar import Case, measured, metrics_of, unjudged
+    from flywheel.judge.agent_metrics import requested_metrics
     from flywheel.store import verdicts
-    from flywheel.system.signals import StopSignals
-
-    stop = threading.Event()
-    interruption = StopSignals(options.config.daemon.drain_seconds)
 
     async with _state(options) as store:
         filtering = _filtering(store, options)
@@ -300,11 +265,11 @@ async def _filter(options: _Options) -> _Judged:
         if options.dry_run and not options.quiet and 0 < total <= PREVIEWED:
             preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
             estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
-            _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
-        shown: dict[int, dict[str, Any]] = {}
-        cases: dict[int, Case] = {}
+            _print_estimate(preview, estimator.cost(preview))
+        found: dict[int, tuple[dict[str, Any], Case]] = {}
+        wrong: list[str] = []
         criteria = [criterion.id for criterion in filtering.rubric.every]
-        metrics = RecordedMetrics(options.metrics, criteria) if options.metrics is not None else None
+        names = requested_metrics(options.metrics, criteria) if options.metrics is not None else ()
         with of_tasks("judging", total, quiet=options.quiet) as step:
 
             def on_judged(judged: TaskResult) -> None:
@@ -312,40 +277,35 @@ async def _filter(options: _Options) -> _Judged:
                 grader = filtering.grader_of(judged)
                 is_estimated = options.as_json and not filtering.by_chain
                 tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if is_estimated else 0
-                shown[judged.task.id] = verdict_json(judged, filtering, tokens)
-                cases[judged.task.id] = case_of(judged, grader.rubric)
-                if metrics is not None:
-                    metrics.add(judged)
+                case = Case.of_result(grader.rubric.id, judged)
+                case = measured(case, judged, wrong) if names else case
+                found[judged.task.id] = judged.json(grader.hashes, tokens), case
                 step()
 
-            judging_all = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
-            report = await interruption.during(judging_all, stop.set)
+            stop = threading.Event()
+            judging = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
+            left = "Nothing was written." if options.dry_run else "Verdicts are stored, other tasks are unchanged."
+            report = await _until_signal(judging, stop, options, "judge all that is due", left)
         if warning := await store.read(verdicts.none_accepted, options.config.filter.warn_window):
             complain(f"warning: {warning}")
-    if interruption.by is not None:
-        left = "Nothing was written." if options.dry_run else "Verdicts are stored; the other tasks are unchanged."
-        stopped = interruption.error("judge all that is due", left)
-        if report is None:
-            raise stopped
-        report.error = stopped
-    assert report is not None
+    shown, cases = ([pair[side] for _, pair in sorted(found.items())] for side in (0, 1))
     usage = {name: getattr(report, name) for name in USAGE}
     told = {
         "due": total,
         **{name: getattr(report, name) for name in COUNTS},
-        "verdicts": [shown[task] for task in sorted(shown)],
+        "verdicts": shown,
         "usage": usage,
         "cost": cost_of(**usage, prices=prices).price,
-        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown.values()),
+        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown),
         "dry_run": options.dry_run,
         "forecast": expected and expected.as_json(),
         "error": str(report.error) if report.error else None,
     }
-    if metrics is not None:
-        told["metrics"] = metrics.as_json(options.config.training.seed)
-        for why in metrics.wrong:
+    if options.metrics is not None:
+        told["metrics"] = metrics_of(cases, names, options.config.training.seed)
+        for why in wrong:
             complain(f"warning: {why}")
-    return _Judged(told, report.error, [cases[task] for task in sorted(cases)], filtering.rubric.id)
+    return _Judged(told, report.error, unjudged(cases, filtering.rubric.id, options.keys, report.error))
 
 
 async def _forecast(store: Store, options: _Options, total: int) -> Forecast | None:
@@ -378,7 +338,7 @@ def _confirm() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-async def _estimate(options: _Options) -> dict[str, Any]:
+async def _estimate(options: _Options) -> _Judged:
     from flywheel.daemon.judging.judging_report import CostEstimator
 
     async with _state(options) as store:
@@ -386,90 +346,56 @@ async def _estimate(options: _Options) -> dict[str, Any]:
         estimator = await CostEstimator.of(store, filtering.grader.judge_hash, options.config.judge.prices)
         preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
     filtering.grader.close()
-    expected = cost_json(estimator.cost(preview))
-    return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **expected}, "dry_run": True}
+    counts = {"tasks": preview.tasks, "without_a_call": preview.free}
+    return _Judged({"estimate": {**counts, **estimator.cost(preview).json()}, "dry_run": True})
 
 
 async def _compare(options: _Options, against: Path | None, judge: str | None) -> _Judged:
     """Compare with the rubric in a file, with another model as the judge, or with both."""
     from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judging.judging import TaskJudging
-    from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
-    from flywheel.daemon.judging.rubric_diff import DiffReport, RubricDiff, changes
+    from flywheel.cli.tables import accepted_shares
+    from flywheel.daemon.judging.comparison import Comparison
+    from flywheel.daemon.judging.judge_setup import rubric_of
+    from flywheel.daemon.judging.judging_report import CostEstimator
+    from flywheel.daemon.judging.quality_bar import unjudged
     from flywheel.judge.rubric.file import load_rubric
-    from flywheel.store import claims
-    from flywheel.system.signals import StopSignals
 
+    config = options.config
     earlier = load_rubric(against, NAME_ONE) if against is not None else None
     # They are those of the configured judge.
-    prices = options.config.judge.prices if judge is None else None
+    prices = config.judge.prices if judge is None else None
     async with _state(options) as store:
-        new = _filtering(store, options)
-        earlier = earlier or new.rubric
+        new = load_rubric(options.rubric, NAME_ONE) if options.rubric is not None else rubric_of(config)
+        old = earlier or new
         if judge is not None:
             # Its own model takes the place of the configured one.
-            by_judge = earlier.judge.model_copy(update={"model": judge})
-            earlier = earlier.model_copy(update={"judge": by_judge})
-        old = TaskJudging(store, options.config, rubric=earlier)
-        tasks, triable = await store.read(claims.count_triable)
-        total = triable if options.limit is None else min(triable, options.limit)
-        diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
-        estimator = await CostEstimator.of(store, new.grader.judge_hash, prices)
+            old = old.model_copy(update={"judge": old.judge.model_copy(update={"model": judge})})
+        comparison = Comparison(store, config, old, new)
+        total = await comparison.prepare(options.limit)
+        path = options.rubric or config.filter.rubric
+        other = against or path
+        names = (other.name, path.name) if other == path or other.name != path.name else (str(other), str(path))
+        if judge is not None:
+            names = f"{names[0]} by {judge}", f"{names[1]} by {comparison.judge}"
+        estimator = await CostEstimator.of(store, comparison.new.grader.judge_hash, prices)
         if not options.quiet and 0 < total <= PREVIEWED:
-            preview = await diff.preview(options.limit)
-            _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
-        interruption = StopSignals(options.config.daemon.drain_seconds)
-        try:
-            with of_tasks("comparing", total, quiet=options.quiet) as step:
-                found = await interruption.during(diff.run(options.limit, step), diff.halt)
-        finally:
-            new.grader.close()
-            old.grader.close()
-    report = found or DiffReport()
-    if interruption.by is not None:
-        report.error = interruption.error("compare all tasks", "Nothing was written.")
-        if found is None:
-            raise report.error
-    asked = [verdict for compared in report.compared for verdict in compared.asked]
-    usage = {name: sum(getattr(each, name) for each in asked) for name in USAGE}
-    path = options.rubric or options.config.filter.rubric
-    names = [path.name, path.name]
-    if against is not None:
-        names = [path.name, against.name] if path.name != against.name else [str(path), str(against)]
-    if judge is not None:
-        names = [f"{names[0]} by {new.grader.client.endpoints[0].config.model}", f"{names[1]} by {judge}"]
-    told = {
-        "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},
-        "new": {"name": names[0], "id": new.rubric.id, "hash": new.rubric.hash},
-        "changes": [asdict(each) for each in changes(earlier, new.rubric)],
-        "tasks": tasks,
-        "left_aside": tasks - triable,
-        "not_reached": triable - len(report.compared),
-        "compared": len(report.compared),
-        "same": sum(each.is_decided and not each.flips for each in report.compared),
-        "undecided": sum(not each.is_decided for each in report.compared),
-        "flips": [flip_json(each, old, new) for each in report.compared if each.flips],
-        "accepted": accepted_json(report.compared),
-        "judge_all": {
-            "without_cache": cost_json(estimator.cost(report.without_cache)),
-            "with_cache": cost_json(estimator.cost(report.with_cache)),
-        },
-        "usage": usage,
-        "reused": sum(not each.asked for each in report.compared),
-        "cost": cost_of(**usage, prices=prices).price,
-        "dry_run": True,
-        "error": str(report.error) if report.error else None,
-    }
-    cases = [Case.of(new.rubric.id, each.task.key, each.new) for each in report.compared]
-    return _Judged(told, report.error, cases, new.rubric.id)
+            by_new, by_old = await comparison.preview()
+            _print_estimate(by_new, estimator.cost(by_new), f"{names[1]}: ")
+            _print_estimate(by_old, estimator.cost(by_old), f"{names[0]}, less what both ask: ")
+        with of_tasks("comparing", 2 * total, quiet=options.quiet) as step:
+            work = comparison.run(step)
+            report = await _until_signal(work, comparison.stop, options, "compare all tasks", "Nothing was written.")
+    told = comparison.json(names, estimator)
+    notes = [f"{names[0]} → {names[1]}: {accepted_shares(told)}"]
+    return _Judged(told, report.error, unjudged(comparison.cases, new.id, options.keys, report.error), notes)
 
 
-def _print_estimate(tasks: int, free: int, cost: Cost) -> None:
+def _print_estimate(expected: JudgingEstimate, cost: Cost, before: str = "") -> None:
     from rich.console import Console
 
     from flywheel.cli.tables import estimated, tasks_to_judge
 
-    text = f"{tasks_to_judge(tasks, free)}: {estimated(cost_json(cost))}"
+    text = f"{before}{tasks_to_judge(expected.tasks, expected.free)}: {estimated(cost.json())}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
@@ -503,98 +429,3 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
             )
     if not has_prices and shown["dry_run"]:
         console.print("`judge.prices` in the configuration adds what it costs", style="dim")
-
-
-def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dict[str, Any]:
-    verdict, repeats = judged.verdict, judged.repeats
-    return {
-        "task_id": judged.task.key,
-        "span_id": judged.task.line["metadata"]["span_id"],
-        "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
-        "score": verdict.score if verdict else None,
-        "failed": list(verdict.failed) if verdict else [],
-        "reason": (verdict.reason or verdict.error) if verdict else judged.error,
-        "criteria": [
-            {name: getattr(result, name) for name in ("criterion", "choice", "value", "passed", "reason")}
-            | {"by_judge": result.criterion in filtering.grader_of(judged).hashes}
-            for result in (verdict.results if verdict else ())
-        ],
-        "estimated_tokens": tokens,
-        "reused": judged.reused,
-        "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
-    }
-
-
-def case_of(judged: TaskResult, rubric: Rubric) -> Case:
-    """The case of a task: filtered if the chain rejected it, undecided if it is a dead letter."""
-    from flywheel.records.verdict import Outcome
-    from flywheel.store.verdicts import CHAIN
-
-    verdict = judged.verdict
-    if verdict is None and not judged.held:
-        return Case(rubric.id, judged.task.key, CaseOutcome.UNDECIDED, reason=judged.error)
-    if verdict is None or (verdict.outcome is Outcome.REJECTED and judged.rubric_hash.startswith(CHAIN)):
-        reason = verdict.reason if verdict else "a burst of near-identical questions"
-        return Case(rubric.id, judged.task.key, CaseOutcome.FILTERED, reason=reason)
-    return Case.of(rubric.id, judged.task.key, verdict)
-
-
-def accepted_json(compared: Sequence[Compared]) -> dict[str, Any]:
-    """The accepted shares of tasks that both sides decided, and the interval of their difference, by conversation."""
-    from flywheel.records.task import conversation_key
-    from flywheel.records.verdict import Outcome
-    from flywheel.training.gate.intervals import Paired, compare
-
-    def reward(verdict: Verdict) -> float | None:
-        return None if verdict.outcome is Outcome.UNDECIDED else float(verdict.outcome is Outcome.ACCEPTED)
-
-    pairs = [
-        Paired(
-            each.task.key,
-            (reward(each.new),),
-            (reward(each.old),),
-            conversation_key(each.task.line["metadata"]["conversation_id"], each.task.line["metadata"]["trace_id"]),
-        )
-        for each in compared
-    ]
-    found = compare(pairs, samples=1, alpha=ERROR_PROBABILITY, needed=0.0, seed=0)
-    return {
-        "old": found.deployed_mean,
-        "new": found.candidate_mean,
-        "difference": found.gain,
-        "lower": found.lower,
-        "upper": found.upper,
-        "tasks": found.tasks,
-        "conversations": found.conversations,
-    }
-
-
-def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[str, Any]:
-    from flywheel.daemon.judging.rubric_diff import contributions
-    from flywheel.system.terminal import excerpt
-
-    line = compared.task.line
-    before, after = old.rubric.threshold, new.rubric.threshold
-    why = [asdict(each) for each in contributions(old.rubric, new.rubric, compared.old, compared.new)]
-    if before != after:
-        why.insert(0, {"criterion": "", "old": before, "new": after, "why": f"threshold {before:g} → {after:g}"})
-    return {
-        "task_id": compared.task.key,
-        "state": compared.task.was.value,
-        **{
-            rubric: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
-            for rubric, verdict in (("old", compared.old), ("new", compared.new))
-        },
-        "why": why,
-        "query": excerpt(line["main_query"], EXCERPT),
-        "answer": excerpt(line["answer"], EXCERPT),
-    }
-
-
-def cost_json(cost: Cost) -> dict[str, Any]:
-    return {
-        **{name: getattr(cost, name) for name in USAGE},
-        "cost": cost.price,
-        "learned_from": cost.learned_from,
-        "more_calls_if_close": cost.more,
-    }

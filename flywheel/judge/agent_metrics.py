@@ -94,6 +94,13 @@ def metric_names(requested: Iterable[str], criteria: Collection[str] = ()) -> tu
     return tuple(dict.fromkeys(names))
 
 
+def requested_metrics(requested: str, criteria: Collection[str]) -> tuple[str, ...]:
+    """The full names of metrics, given names separated by commas or `all`, and the ids of a rubric's criteria. Raises
+    ConfigError for another name."""
+    names = [name.strip() for name in requested.split(",") if name.strip()]
+    return metric_names([*METRICS, *map(metric_of, criteria)] if names == ["all"] else names, criteria)
+
+
 def measure(attempt: Attempt, truth: GroundTruth) -> dict[str, float | None]:
     """The value of each metric, by name and in the order of METRICS. None: not measured, because the ground truth
     does not have what the metric needs, or because it is not decided whether the reply is accepted."""

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -306,15 +306,12 @@ class Grader:
             chosen = Judgement(Outcome.UNDECIDED, None, plan.checked, error=error)
         return self._verdict(chosen, judgements, started, unreachable=failure is not None and failure.retryable)
 
-    def estimate(
-        self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()
-    ) -> CallEstimate:
-        """What `grade` would take. `asked` are hashes of criteria that will have been asked about by then."""
+    def estimate(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> CallEstimate:
+        """What `grade` would take."""
         plan = self.begin(exchange, earlier)
         if not isinstance(plan, Plan):
             return CallEstimate()
-        wanted = ([each for each in planned.asked if self.hashes[each.id] not in asked] for planned in plan.needed)
-        sets = [criteria for criteria in wanted if criteria]
+        sets = [planned.asked for planned in plan.needed]
         return CallEstimate(
             sum(len(self._call.groups(criteria)) for criteria in sets),
             sum(map(len, sets)),

@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flywheel.config.file import Config, load, parse
-from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.judging.judging import TaskJudging, state_of
 from flywheel.errors import ConfigError
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.judge.rubric.rubric import Rubric
-from flywheel.records.task import Batch, Entry
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.sources.jsonl.record import entries_of, rows_of
-from flywheel.store import ledger, verdicts
-from flywheel.store.kernel.database import Store
+from flywheel.store import verdicts
 from flywheel.system.signals import run_coroutine
 
 ATTEMPTED: Final = "judge replies"
@@ -77,39 +75,22 @@ async def ajudge_replies(
 ) -> list[Verdict]:
     """`judge_replies` in the caller's event loop."""
     lines = rows_of(_lines(replies), Path("replies"), ATTEMPTED, called="reply")
-    entries = tuple(entries_of(lines, ATTEMPTED, called="reply"))
-    async with _store(None) as store, _store(cache) as kept:
+    entries = entries_of(lines, ATTEMPTED, called="reply")
+    directory = None if cache is None else Path(cache)
+    async with state_of(entries) as store, state_of(entries, directory) as kept:
         judging = TaskJudging(store, _config(judge), rubric=_rubric(rubric))
         keys = [entry.key for entry in entries]
-        await _record(store, entries)
         await store.write(verdicts.copy, await kept.read(verdicts.decided, keys))
         try:
             with _bar(len(keys), shown=progress) as step:
                 report = await judging.run(on_judged=lambda _: step())
         finally:  # What was paid for is kept, also if it is interrupted.
-            if cache is not None:
-                await _record(kept, entries)
-                await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
+            await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
         if report.error is not None:
             raise report.error
         hashes = judging.rubric.hash, judging.grader.judge_hash
         found = await store.read(verdicts.newest_of, keys, *hashes)
     return [found.get(key, Verdict(Outcome.UNDECIDED, None, error="it was not judged")) for key in keys]
-
-
-@asynccontextmanager
-async def _store(directory: str | Path | None) -> AsyncIterator[Store]:
-    """The state in a directory, or one in memory."""
-    store = await (Store.empty() if directory is None else Store.open(Path(directory)))
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-async def _record(store: Store, entries: tuple[Entry, ...]) -> None:
-    source = await store.write(ledger.source_id, "replies", "jsonl")
-    await store.write(ledger.record_batch, source, Batch(None, entries), train_ratio=1.0, split_seed=0)
 
 
 def _rows(replies: Iterable[Mapping[str, Any]] | Table) -> Iterable[Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Select, func, select
 
 from flywheel.errors import StoreError
 from flywheel.store.kernel.database import STATE_FILE, is_missing, read_once
@@ -29,7 +29,7 @@ class State:
 
     def tasks(self) -> Iterator[Row]:
         """A row per task: id, conversation, agent, adapter that answered, split, state, question and answer."""
-        for row in self._pages(_tasks_after):
+        for row in self._pages(_TASKS, tasks.c.id):
             payload = row.pop("payload")
             metadata = payload.get("metadata", {})
             yield {
@@ -41,15 +41,16 @@ class State:
 
     def verdicts(self) -> Iterator[Row]:
         """A row per verdict and task: outcome, score, by whom, and of each criterion `passed.ID` and `value.ID`."""
-        for row in self._pages(_verdicts_after):
-            results = row.pop("results")
+        for row in self._pages(_VERDICTS, verdicts.c.id):
+            results, rubric = row.pop("results"), row["rubric_hash"]
             found = {f"{name}.{each['criterion']}": each[name] for each in results for name in ("passed", "value")}
-            yield {**row, **found}
+            by = "filter" if rubric.startswith(CHAIN) else "person" if rubric == PERSON else "judge"
+            yield {**row, **found, "by": by}
 
     def rounds(self) -> Iterator[Row]:
         """A row per round, with its adapter and the figures of its comparison: `gain`, `lower`, `upper`, and the mean
         scores of candidate and deployed; None where there was none."""
-        for row in self._pages(_rounds_after):
+        for row in self._pages(_ROUNDS, rounds.c.id):
             comparison = row.pop("comparison") or {}
             names = ("gain", "lower", "upper", "candidate_mean", "deployed_mean", "tasks", "conversations")
             yield {**row, **{name: comparison.get(name) for name in names}}
@@ -74,9 +75,10 @@ class State:
                 **{f"passed.{each['criterion']}": each["passed"] for each in rollout["criteria"]},
             }
 
-    def _pages(self, page: Callable[[Connection, int], Sequence[Row]]) -> Iterator[Row]:
-        after = 0
-        while found := run_coroutine(read_once(self.directory, page, after)):
+    def _pages(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row]:
+        """The rows of a query by its `number`, which they do not have."""
+        page, after = query.add_columns(number.label("number")).order_by(number).limit(PAGE), 0
+        while found := run_coroutine(read_once(self.directory, _rows, page.where(number > after))):
             after = found[-1]["number"]
             for row in found:
                 del row["number"]
@@ -92,44 +94,26 @@ def open_state(path: str | Path) -> State:
     return State(directory)
 
 
-def _tasks_after(conn: Connection, after: int) -> list[Row]:
-    names = ("conversation_id", "agent", "adapter", "model", "target", "started_at", "split", "state", "payload")
-    columns = [tasks.c.id.label("number"), tasks.c.key.label("task_id"), *(tasks.c[name] for name in names)]
-    query = select(*columns).where(tasks.c.id > after).order_by(tasks.c.id).limit(PAGE)
+def _rows(conn: Connection, query: Select[Any]) -> list[Row]:
     return [{**row} for row in conn.execute(query).mappings()]
 
 
-def _verdicts_after(conn: Connection, after: int) -> list[Row]:
-    judge = func.coalesce(judge_models.c.model, "").label("judge")
-    names = ("outcome", "score", "reason", "error", "calls", "prompt_tokens", "completion_tokens", "created_at")
-    columns = [
-        verdicts.c.id.label("number"), tasks.c.key.label("task_id"), tasks.c.agent, tasks.c.adapter, tasks.c.split,
-        judge, verdicts.c.rubric_hash, *(verdicts.c[name] for name in names), verdicts.c.results,
-    ]  # fmt: skip
-    query = (
-        select(*columns)
-        .join(tasks, tasks.c.id == verdicts.c.task_id)
-        .outerjoin(judge_models, judge_models.c.hash == verdicts.c.judge_hash)
-        .where(verdicts.c.id > after)
-        .order_by(verdicts.c.id)
-        .limit(PAGE)
+_TASKS: Final = select(
+    tasks.c.key.label("task_id"), tasks.c.conversation_id, tasks.c.agent, tasks.c.adapter, tasks.c.model,
+    tasks.c.target, tasks.c.started_at, tasks.c.split, tasks.c.state, tasks.c.payload,
+)  # fmt: skip
+_VERDICTS: Final = (
+    select(
+        tasks.c.key.label("task_id"), tasks.c.agent, tasks.c.adapter, tasks.c.split,
+        func.coalesce(judge_models.c.model, "").label("judge"), verdicts.c.rubric_hash, verdicts.c.outcome,
+        verdicts.c.score, verdicts.c.reason, verdicts.c.error, verdicts.c.calls, verdicts.c.prompt_tokens,
+        verdicts.c.completion_tokens, verdicts.c.created_at, verdicts.c.results,
     )
-    found = []
-    for row in conn.execute(query).mappings():
-        rubric = row["rubric_hash"]
-        by = "filter" if rubric.startswith(CHAIN) else "person" if rubric == PERSON else "judge"
-        found.append({**row, "by": by})
-    return found
-
-
-def _rounds_after(conn: Connection, after: int) -> list[Row]:
-    names = ("state", "target", "parent", "trigger", "attempt", "reason", "created_at", "finished_at")
-    columns = [rounds.c.id.label("number"), rounds.c.name.label("round"), *(rounds.c[name] for name in names)]
-    query = (
-        select(*columns, adapters.c.name.label("adapter"), rounds.c.result["comparison"].label("comparison"))
-        .outerjoin(adapters, adapters.c.round_id == rounds.c.id)
-        .where(rounds.c.id > after)
-        .order_by(rounds.c.id)
-        .limit(PAGE)
-    )
-    return [{**row} for row in conn.execute(query).mappings()]
+    .join(tasks, tasks.c.id == verdicts.c.task_id)
+    .outerjoin(judge_models, judge_models.c.hash == verdicts.c.judge_hash)
+)  # fmt: skip
+_ROUNDS: Final = select(
+    rounds.c.name.label("round"), rounds.c.state, rounds.c.target, rounds.c.parent, rounds.c.trigger,
+    rounds.c.attempt, rounds.c.reason, rounds.c.created_at, rounds.c.finished_at, adapters.c.name.label("adapter"),
+    rounds.c.result["comparison"].label("comparison"),
+).outerjoin(adapters, adapters.c.round_id == rounds.c.id)  # fmt: skip

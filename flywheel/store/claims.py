@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal_co
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Judgement, Outcome, Verdict
 from flywheel.store.dead_letters import TASK, dead_letter
-from flywheel.store.kernel.bulk import count_rows, rows_in
+from flywheel.store.kernel.bulk import chunks, count_rows, rows_in
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.kernel.transitions import JUDGED_AGAIN, move, move_all, record, utcnow
 from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks, point
@@ -78,9 +78,18 @@ def count_decided(
     return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash, every), which.condition)
 
 
-def count_triable(conn: Connection) -> tuple[int, int]:
-    """How many tasks there are, and on how many of them a rubric can be tried."""
-    return count_rows(conn, tasks), count_rows(conn, tasks, _in(TRIABLE), ~decided_by_others())
+def triable(conn: Connection) -> tuple[int, dict[int, str]]:
+    """How many tasks there are, and the states of those that a rubric can be tried on, by number, oldest first."""
+    query = select(tasks.c.id, tasks.c.state).where(_in(TRIABLE), ~decided_by_others()).order_by(tasks.c.id)
+    return count_rows(conn, tasks), {row.id: row.state for row in conn.execute(query)}
+
+
+def make_due(conn: Connection, ids: Sequence[int]) -> None:
+    """Make these tasks due and no others, wherever they stand. Only for a copy of the state that is thrown away."""
+    waiting = _in((TaskState.PENDING, TaskState.UNDECIDED))
+    conn.execute(update(tasks).where(waiting).values(state=TaskState.HELD.value))
+    for some in chunks(ids):
+        conn.execute(update(tasks).where(tasks.c.id.in_(some)).values(state=TaskState.PENDING.value, crashes=0))
 
 
 def claim(
@@ -128,29 +137,11 @@ def decided(
 
     Tasks of a round are left out, and so are those that a filter or a person rejected.
     """
-    which = and_(_decided_otherwise(rubric_hash, judge_hash, every), of.condition)
-    return _unclaimed(conn, limit, after, DECIDED, which, rubric_hash, judge_hash)
-
-
-def triable(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
-    """Tasks with ids above `after` that a rubric can be tried on, the oldest first. Nothing is moved."""
-    return _unclaimed(conn, limit, after, TRIABLE, ~decided_by_others(), rubric_hash, judge_hash)
-
-
-def _unclaimed(
-    conn: Connection,
-    limit: int,
-    after: int,
-    states: Sequence[TaskState],
-    which: ColumnElement[bool],
-    rubric_hash: str,
-    judge_hash: str,
-) -> list[Claimed]:
     # `coalesce` keeps SQLite from the index by state: by id, earlier tasks are not sorted again for every batch.
-    state = func.coalesce(tasks.c.state, "")
+    state, which = func.coalesce(tasks.c.state, ""), _decided_otherwise(rubric_hash, judge_hash, every)
     rows = conn.execute(
         select(tasks.c.id, tasks.c.state)
-        .where(tasks.c.id > after, state.in_([each.value for each in states]), which)
+        .where(tasks.c.id > after, state.in_([each.value for each in DECIDED]), which, of.condition)
         .order_by(tasks.c.id)
         .limit(limit)
     ).all()

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
 from scipy import stats
 
-from flywheel.cli.quality_bar import Case, CaseOutcome, QualityBar, junit_xml, summary_text
+from flywheel.cli.quality_bar import quality_bar
+from flywheel.daemon.judging.quality_bar import Case, CaseOutcome, QualityBar, junit_xml, summary_text
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
 from tests.cli.filter_bench import CRITERIA, Bench
 
@@ -82,13 +83,14 @@ def test_the_lower_bound_is_the_one_sided_one_of_wilson(counts: tuple[int, int],
 
 
 def test_options_that_cannot_hold_are_refused_before_anything_is_paid(tmp_path: Path) -> None:
+    names = ("fail_under", "confidence", "max_undecided", "junit", "summary")
     for wrong in (
         {"confidence": 0.95},
         {"junit": tmp_path / "nowhere" / "report.xml"},
         {"summary": tmp_path},
     ):
         with pytest.raises(typer.BadParameter):
-            QualityBar(**wrong)  # type: ignore[arg-type]
+            quality_bar(**{**dict.fromkeys(names), **wrong})
 
 
 ANYTHING = st.text(st.characters(exclude_categories=()), max_size=30)

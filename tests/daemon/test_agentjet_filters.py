@@ -11,10 +11,10 @@ import yaml
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.cli.filter import case_of
 from flywheel.config.file import Config, load
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.judging.quality_bar import Case
 from flywheel.daemon.rounds.suites import require_grader
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import chain_of
@@ -81,7 +81,7 @@ async def test_without_its_judge_the_chain_decides_and_no_judge_is_asked(
         "accepted": "chain",
         "rejected": "chain",
     }
-    cases = {case_of(each, rubric_of(config)).outcome.value for each in seen.values()}
+    cases = {Case.of_result("r", each).outcome.value for each in seen.values()}
     assert cases == {"accepted", "filtered"}
     verdict = seen[first.span_id].verdict
     assert verdict is not None

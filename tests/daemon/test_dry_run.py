@@ -12,13 +12,15 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
+from flywheel.config.file import Config
+from flywheel.daemon.judging.comparison import Comparison
+from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.judging.judging import TaskJudging
-from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
-from flywheel.daemon.judging.rubric_diff import RubricDiff
+from flywheel.daemon.judging.judging_report import CostEstimator, JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.rounds import planner
 from flywheel.judge.grader import CallEstimate
 from flywheel.judge.rubric.file import load_rubric
-from flywheel.judge.rubric.rubric import KINDS
+from flywheel.judge.rubric.rubric import KINDS, Rubric
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import count_rows
@@ -166,16 +168,22 @@ async def test_a_rubric_diff_flips_what_judging_again_changes(
     path.write_text(yaml.safe_dump({**old, "threshold": 0.45, "criteria": [*EVERY[:-4], *EVERY[-2:]]}))
     before = await keyed(store)
     async with copied_state(tmp_path / "state") as copied:
-        new = TaskJudging(copied, config)
-        earlier = TaskJudging(copied, config, rubric=load_rubric(tmp_path / "old.yaml"))
-        diff = await RubricDiff(copied, earlier.grader, new.grader, new.judge, new.redact).run(None)
+        diff = await compared(copied, config, load_rubric(tmp_path / "old.yaml"))
     calls = judge.calls
     report = await TaskJudging(store, config).run(rejudge=True)
     after = await keyed(store)
-    flips = {each.task.key: each.new.outcome.value for each in diff.compared if each.flips}
+    flips = {flip["task_id"]: flip["new"]["outcome"] for flip in diff["flips"]}
     assert flips == {key: after[key] for key in after if after[key] != before[key]}
     assert report.changed == len(flips) > 0
-    assert diff.with_cache.calls == report.calls == judge.calls - calls
+    assert diff["judge_all"]["with_cache"]["calls"] == report.calls == judge.calls - calls
+
+
+async def compared(store: Store, config: Config, old: Rubric) -> dict[str, Any]:
+    """The record of a comparison of the configured rubric with another one."""
+    comparison = Comparison(store, config, old, rubric_of(config))
+    await comparison.prepare(None)
+    await comparison.run(lambda: None)
+    return comparison.json(("old", "new"), await CostEstimator.of(store, comparison.new.grader.judge_hash, None))
 
 
 async def keyed(store: Store) -> dict[str, str]:
@@ -194,9 +202,7 @@ async def test_no_judge_sees_what_a_chain_takes_out_also_where_it_came_later(
     (tmp_path / "rubric.yaml").write_text(yaml.safe_dump({"id": "r", "criteria": EVERY[1:2]}))
     judge.requests.clear()
     async with copied_state(tmp_path / "state") as copied:
-        new = TaskJudging(copied, config)
-        grader = TaskJudging(copied, config, rubric=old).grader
-        await RubricDiff(copied, grader, new.grader, new.judge, new.redact).run(None)
+        await compared(copied, config, old)
     await TaskJudging(store, config).run(rejudge=True)
     assert judge.calls == 4
     assert "bob@example.com" not in str(judge.requests)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.app import open_state, this_person
-from flywheel.cli.filter import USAGE, cost_json
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.system.signals import unless_stopped
 from flywheel.system.terminal import escape_terminal, quantity
@@ -119,7 +118,7 @@ def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget
 
     from flywheel.cli.tables import estimated
 
-    estimate = estimated(cost_json(cost))
+    estimate = estimated(cost.json())
     if not quiet:
         times = f", {repeats} times each" if repeats > 1 else ""
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -168,6 +167,8 @@ def calibration_json(
     file: Path, rubric: Rubric, judge: str, given: LabelFile, outcome: Calibration, shortfall: str | None
 ) -> dict[str, Any]:
     """The report of `--json`, without the cost."""
+    from flywheel.daemon.judging.judging_report import USAGE
+
     table = outcome.confusion
     return {
         "rubric": rubric.id,

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -36,8 +36,9 @@ from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage import Budget, BudgetSpentError, CallsInFlight
 from flywheel.records.states import TaskState
+from flywheel.records.task import Batch, Entry
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.store import claims, deduplication, judge_usage, notices, stages, verdicts
+from flywheel.store import claims, deduplication, judge_usage, ledger, notices, stages, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -70,6 +71,18 @@ async def recover(store: Store, state_dir: Path, judge: JudgeSettings) -> tuple[
     return await store.write(claims.recover)
 
 
+@asynccontextmanager
+async def state_of(entries: Sequence[Entry], directory: Path | None = None) -> AsyncIterator[Store]:
+    """The state in a directory, or one in memory, with replies that are in no source as tasks."""
+    store = await (Store.empty() if directory is None else Store.open(directory))
+    try:
+        source = await store.write(ledger.source_id, "replies", "jsonl")
+        await store.write(ledger.record_batch, source, Batch(None, tuple(entries)), train_ratio=1.0, split_seed=0)
+        yield store
+    finally:
+        await store.close()
+
+
 @dataclass(slots=True)
 class _JudgingRun:
     """One call of `TaskJudging.run`. `claimed` are its claimed tasks that have no verdict yet, by number; `taken`
@@ -89,9 +102,9 @@ class TaskJudging:
     """Judges due tasks. Raises ConfigError for a wrong rubric, chain or judge.
 
     `rubric` replaces the rubrics of the configuration and the chain; `calls` counts each call before it is sent.
-    Tasks of targets with a rubric of their own are judged by it, with another `TaskJudging` for `which` tasks. The
-    attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
-    a task before the judge sees it, if the chain has such a filter. With `by_chain`, the chain accepts what it does
+    Tasks of targets with a rubric of their own are judged by it, with another `TaskJudging` for `which` tasks. With
+    `redacts_only`, the chain removes personal data from tasks, and none of its filters decides. The attributes
+    `judge` and `budget` are the judge's settings and what it may use. With `by_chain`, the chain accepts what it does
     not reject, and no judge is asked.
     """
 
@@ -103,11 +116,13 @@ class TaskJudging:
         rubric: Rubric | None = None,
         calls: CallsInFlight | None = None,
         which: claims.Judged = claims.ALL,
+        redacts_only: bool = False,
     ) -> None:
         self._store = store
         self._config = config
         self._chain = chain_of(config)
-        self.redact = self._chain.redact if self._chain else None
+        if redacts_only and self._chain:
+            self._chain = replace(self._chain, before=(), after=(), influence=None)
         for notice in filter(None, (config.assumed, *(self._chain.notices if self._chain else ()))):
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)

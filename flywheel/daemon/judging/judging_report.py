@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,10 @@ from flywheel.store.stages import Pass
 if TYPE_CHECKING:
     from flywheel.judge.grader import CallEstimate
 
+USAGE: Final = ("calls", "prompt_tokens", "completion_tokens")
+"""What is counted of the judge's calls."""
+COUNTS: Final = ("judged", "accepted", "rejected", "undecided", "dead", "held", "reused", "changed")
+"""What is counted of the tasks."""
 ANSWER_TOKENS: Final = 20
 CRITERION_TOKENS: Final = 45
 """Tokens of a reply, and of each criterion in it, before any reply was seen: one or two sentences and a choice."""
@@ -38,6 +43,33 @@ class TaskResult:
     held: bool = False
     repeats: Repeats | None = None
     paid: Verdict | None = None
+
+    @property
+    def outcome(self) -> str:
+        """That of the verdict; without one, `held` or `dead`."""
+        if self.verdict is not None:
+            return self.verdict.outcome.value
+        return "held" if self.held else "dead"
+
+    def json(self, asked: Collection[str], estimated_tokens: int) -> dict[str, Any]:
+        """The task in `filter --json`. `asked` are the criteria of its rubric that the judge decides."""
+        verdict, other = self.verdict, self.repeats
+        return {
+            "task_id": self.task.key,
+            "span_id": self.task.line["metadata"]["span_id"],
+            "outcome": self.outcome,
+            "score": verdict.score if verdict else None,
+            "failed": list(verdict.failed) if verdict else [],
+            "reason": (verdict.reason or verdict.error) if verdict else self.error,
+            "criteria": [
+                {name: getattr(result, name) for name in ("criterion", "choice", "value", "passed", "reason")}
+                | {"by_judge": result.criterion in asked}
+                for result in (verdict.results if verdict else ())
+            ],
+            "estimated_tokens": estimated_tokens,
+            "reused": self.reused,
+            "repeats": other and {"task_id": other.key, "similarity": other.similarity, "method": other.method},
+        }
 
 
 @dataclass(slots=True)
@@ -62,15 +94,12 @@ class JudgingReport:
 
     def add(self, result: TaskResult) -> None:
         verdict = result.verdict
-        name = "held" if result.held else "dead" if verdict is None else verdict.outcome.value
-        setattr(self, name, getattr(self, name) + 1)
+        setattr(self, result.outcome, getattr(self, result.outcome) + 1)
         self.judged += verdict is not None
         self.reused += verdict is not None and result.reused
         for paid in (verdict, None if result.reused else result.paid):
-            if paid is not None:
-                self.calls += paid.calls
-                self.prompt_tokens += paid.prompt_tokens
-                self.completion_tokens += paid.completion_tokens
+            for name in USAGE if paid is not None else ():
+                setattr(self, name, getattr(self, name) + getattr(paid, name))
 
     def join(self, other: JudgingReport) -> None:
         """Add the counts of another run, and its error."""
@@ -123,6 +152,11 @@ class Cost:
     price: dict[str, Any] | None
     learned_from: int = 0
     more: int = 0
+
+    def json(self) -> dict[str, Any]:
+        """An estimate in the output of commands."""
+        named = {"cost": self.price, "learned_from": self.learned_from, "more_calls_if_close": self.more}
+        return {**{name: getattr(self, name) for name in USAGE}, **named}
 
 
 def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: JudgePrices | None) -> Cost:
