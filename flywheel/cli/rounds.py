@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +16,7 @@ from flywheel.cli.app import (
     JsonOption,
     absolute,
     app,
+    complain,
     load_config,
     open_state,
     print_error,
@@ -26,14 +26,12 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import criterion_lines, forecast_text, stdout
-from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError
+from flywheel.errors import EXIT_FAILED
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config.file import Config
-    from flywheel.serving.client.adapter_swap import SwapReport
-
-    Swap: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
+    from flywheel.daemon.swap_by_hand import Swapped
 
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="NAME", help="The target, if there are several.")
@@ -65,15 +63,15 @@ def train_round(
     as_json: JsonOption = False,
 ) -> None:
     """Run one training round now."""
-    if trained_on is not None and adapter is None:
-        raise typer.BadParameter("it is the data of an adapter: give --adapter", param_hint="--trained-on")
-    if adapter is not None and (debug or force):
-        raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
     from flywheel.cli import progress_bars
     from flywheel.cli.rollouts import table_of
     from flywheel.daemon.forecast import forecast
     from flywheel.daemon.rounds import by_hand
 
+    if trained_on is not None and adapter is None:
+        raise typer.BadParameter("it is the data of an adapter: give --adapter", param_hint="--trained-on")
+    if adapter is not None and (debug or force):
+        raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
     settings = load_config(config)
     expected = None
     if adapter is None:
@@ -150,8 +148,8 @@ def _print(report: dict[str, Any]) -> None:
         print_table(stdout(), rollouts)
 
 
-@app.command()
-def deploy(
+@app.command(name="deploy")
+def deploy_version(
     adapter: Annotated[
         str, typer.Argument(metavar="ADAPTER", help="An adapter (`r0007`), or `base`, the base model.")
     ],
@@ -160,21 +158,13 @@ def deploy(
     as_json: JsonOption = False,
 ) -> None:
     """Deploy an adapter: load it on every server, verify it there, then point the alias at it."""
-    from flywheel.store.deployments import BY_HAND
+    from flywheel.daemon.swap_by_hand import deploy, named_version
 
     settings = load_config(config)
     attempted = f"deploy adapter {adapter}"
-    own = _settings_of(settings, target, adapter, attempted)
-    name = _adapter(adapter, own, attempted)
-
-    async def swap() -> tuple[str | None, SwapReport]:
-        from flywheel.daemon.deployer import Deployer
-
-        chosen = None if name == "base" else name
-        async with open_state(own) as store:
-            return chosen, await Deployer(store, own).deploy(chosen, BY_HAND)
-
-    _swap(own, swap, attempted, as_json)
+    require_state(settings, attempted)
+    own, name = run_async(named_version(settings, target, adapter, attempted))
+    _swap(own, deploy(own, str(name), open_state), attempted, as_json)
 
 
 @app.command()
@@ -187,76 +177,22 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Roll back: point the alias at the previous adapter."""
+    from flywheel.daemon.swap_by_hand import named_version, roll_back
+
     settings = load_config(config)
     attempted = f"roll {target or 'a target' if settings.targets else settings.model.alias} back"
-    own = _settings_of(settings, target, to or "", attempted)
-    name = None if to is None else _adapter(to, own, attempted)
-    _swap(own, lambda: _roll_back(own, name), attempted, as_json)
+    require_state(settings, attempted)
+    own, name = run_async(named_version(settings, target, to, attempted))
+    _swap(own, roll_back(own, name, open_state, complain), attempted, as_json)
 
 
-async def _roll_back(config: Config, to: str | None) -> tuple[str | None, SwapReport]:
-    """Roll back; if another process is in the middle of writing the state, the servers first."""
-    from flywheel.daemon.deployer import GRACE_SECONDS, Deployer
+def _swap(config: Config, swap: Coroutine[Any, Any, Swapped], attempted: str, as_json: bool) -> None:
+    """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
+    from flywheel.system.signals import unless_cancelled
 
-    with contextlib.suppress(StateBusyError):
-        async with open_state(config, busy_ms=round(GRACE_SECONDS * 1000)) as store:
-            return await Deployer(store, config).rollback(to)
-    print_error("flywheel: another process is writing the state: the servers are rolled back before it is recorded")
-    async with open_state(config, "view") as store:
-        await Deployer(store, config).roll_servers_back(to)
-    async with open_state(config) as store:
-        return await Deployer(store, config).rollback(to)
-
-
-def _settings_of(config: Config, target: str | None, adapter: str, attempted: str) -> Config:
-    """The settings of the target that is named, or whose round made the adapter. Raises ServeError."""
-    from flywheel.store.rounds import by_name as round_by_name
-
-    settings = config.by_target()
-    if not config.targets:
-        if target is not None:
-            raise ServeError(attempted, "the configuration has no `targets`", "Leave out --target.")
-        return settings[""]
-    require_state(config, attempted)
-    alias, _, name = adapter.rpartition("@")
-    row = run_async(read_state(config, lambda conn: round_by_name(conn, name), warn=False))
-    made_for = row.target if row is not None else ""
-    if target is None:
-        named = (own.target for own in settings.values() if own.model.alias == alias)
-        target = next(named, None) or made_for or (next(iter(settings)) if len(settings) == 1 else None)
-    names = ", ".join(settings)
-    if target is None:
-        raise ServeError(attempted, f"there are several targets: {names}", "Name one with --target.")
-    if target not in settings:
-        raise ServeError(attempted, f"there is no target {target}", f"The targets are {names}.")
-    if made_for and made_for != target:
-        why = f"{name} was trained for {made_for}, not for {target}"
-        raise ServeError(attempted, why, f"Use --target {made_for}, or name another adapter.")
-    return settings[target]
-
-
-def _adapter(text: str, config: Config, attempted: str) -> str:
-    """The adapter named as `rNNNN` or `ALIAS@rNNNN`."""
-    alias, at, name = text.rpartition("@")
-    if not name:
-        raise ServeError(attempted, "no adapter is named", "`flywheel status` lists them.")
-    if at and alias != config.model.alias:
-        why = f"{text} is no version of {config.model.alias}"
-        raise ServeError(attempted, why, "Name the configuration with that model.alias with -c.")
-    return name
-
-
-def _swap(config: Config, swap: Swap, attempted: str, as_json: bool) -> None:
-    require_state(config, attempted)
-    adapter, swapped = run_async(_run_swap(swap, attempted))
+    left = "The alias is unchanged; `flywheel status` shows it."
+    adapter, swapped = run_async(unless_cancelled(swap, attempted, left))
     if as_json:
         print_json({"alias": config.model.alias, "adapter": adapter, "report": swapped.as_json()})
     else:
         typer.echo(f"{config.model.alias} is now {adapter or 'the base model'}")
-
-
-async def _run_swap(swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
-    """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
-    from flywheel.system.signals import unless_cancelled
-
-    return await unless_cancelled(swap(), attempted, "The alias is unchanged; `flywheel status` shows it.")

@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,41 +60,23 @@ RETURNED: Final = ("response", "reward", "metrics", "seconds", "peak_bytes", "ca
 """What is shown of a run's result."""
 
 
-@dataclass(slots=True)
-class CheckedCall:
-    """A call of the model. Tokens are None where the server did not count them. What has no answer is as if its
+def _call(body: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
+    """A call of `models`, of which the first answers for names that are none. Until it has an answer, it is as if its
     client had given it up."""
-
-    model: str
-    messages: int
-    tools: list[str]
-    stream: bool
-    status: int = CLIENT_GONE
-    finish_reason: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    seconds: float = 0.0
-    error: str = "its client gave it up before the answer, which leaves a rollout without a reward"
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any], models: Sequence[str]) -> CheckedCall:
-        """That of a request to `models`, of which the first answers for names that are none."""
-        name, messages, tools = body.get("model"), body.get("messages"), body.get("tools")
-        names = [get_path(tool, "function", "name") for tool in tools] if isinstance(tools, list) else []
-        return cls(
-            model=str(name) if name in models else models[0],
-            messages=len(messages) if isinstance(messages, list) else 0,
-            tools=[str(name) for name in names if name],
-            stream=bool(body.get("stream")),
-        )
-
-    def end(self, reply: SessionReply, began: float) -> None:
-        self.status, self.seconds = reply.status, round(time.monotonic() - began, 3)
-        self.error = excerpt(reply.error, MOST_SHOWN)
-        if reply.status == 200:
-            self.finish_reason = str(reply.body["choices"][0].get("finish_reason") or "")
-            self.prompt_tokens = get_path(reply.body, "usage", "prompt_tokens")
-            self.completion_tokens = get_path(reply.body, "usage", "completion_tokens")
+    name, messages, tools = body.get("model"), body.get("messages"), body.get("tools")
+    names = [get_path(tool, "function", "name") for tool in tools] if isinstance(tools, list) else []
+    return {
+        "model": str(name) if name in models else models[0],
+        "messages": len(messages) if isinstance(messages, list) else 0,
+        "tools": [str(name) for name in names if name],
+        "stream": bool(body.get("stream")),
+        "status": CLIENT_GONE,
+        "finish_reason": "",
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "seconds": 0.0,
+        "error": "its client gave it up before the answer, which leaves a rollout without a reward",
+    }
 
 
 class _NotedSession(Session):
@@ -106,25 +88,28 @@ class _NotedSession(Session):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.noted: list[CheckedCall] = []
+        self.noted: list[dict[str, Any]] = []
         self.first: list[str] = []
 
     async def complete(self, body: Mapping[str, Any], *, attempt: int | None = None) -> SessionReply:
         sent = json.dumps([body.get("messages"), body.get("tools")], ensure_ascii=False)
         self.first = self.first or re.findall(r"\w+|\W", sent)
-        self.noted.append(call := CheckedCall.of(body, self.models))
+        self.noted.append(call := _call(body, self.models))
         began = time.monotonic()
         reply = await super().complete(body, attempt=attempt)
-        call.end(reply, began)
+        call |= {"status": reply.status, "error": excerpt(reply.error, MOST_SHOWN)}
+        call["seconds"] = round(time.monotonic() - began, 3)
+        if reply.status == 200:
+            call["finish_reason"] = str(reply.body["choices"][0].get("finish_reason") or "")
+            call |= {name: get_path(reply.body, "usage", name) for name in ("prompt_tokens", "completion_tokens")}
         return reply
 
     def elsewhere(self, body: Mapping[str, Any]) -> Callable[[str], None]:
-        ended, call = super().elsewhere(body), CheckedCall.of(body, (str(body.get("model")),))
+        ended = super().elsewhere(body)
 
         def noted(failure: str) -> None:
             if failure:
-                call.status, call.error = FAILED, failure
-                self.noted.append(call)
+                self.noted.append(_call(body, (str(body.get("model")),)) | {"status": FAILED, "error": failure})
             ended(failure)
 
         return noted
@@ -135,7 +120,7 @@ class _Run:
     """A trial. `waited` are the seconds until it had a process."""
 
     completion: Completion
-    calls: list[CheckedCall]
+    calls: list[dict[str, Any]]
     first: list[str]
     waited: float
 
@@ -239,7 +224,7 @@ async def check(
     return {
         "function": signature,
         "task_id": line["task_id"],
-        "calls": [asdict(call) for call in first.calls],
+        "calls": first.calls,
         "models": asked,
         **{name: getattr(result, name) for name in RETURNED},
         "problems": problems + harsh,

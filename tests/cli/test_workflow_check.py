@@ -83,6 +83,10 @@ async def many_models(task, model):
     return {"response": json.dumps(said)}
 
 
+async def two_targets(task, model):
+    return {"response": "".join(ask({**task, "openai": each}) for each in task["models"].values())}
+
+
 async def streaming(task, model):
     at = task["openai"]
     body = {"model": at["model"], "messages": [{"role": "user", "content": "Hello"}], "stream": True, "tools": 5}
@@ -270,23 +274,20 @@ def with_judge(flywheel: Run, url: str, others: Path, tmp_path: Path) -> Callabl
 
 
 @pytest.mark.slow
-def test_a_class_of_agentjet_may_name_any_model(flywheel: Run, url: str, row: Path, tmp_path: Path) -> None:
-    (tmp_path / "flows.py").write_text(
-        OTHERS
-        + """
-from ajet import Workflow, WorkflowOutput
-
-
-class Whatever(Workflow):
-    async def execute(self, workflow_task, tuner):
-        at = tuner.as_oai_baseurl_apikey()
-        said = ask({"openai": {"base_url": at.base_url}, "main_query": workflow_task.task.main_query}, "whatever")
-        return WorkflowOutput(reward=1.0, metadata={"final_answer": said})
-"""
-    )
-    ran = flywheel("workflow", "check", "flows.py->Whatever", "--task", row, "--url", url, "--json")
-    assert (ran.code, ran.json["response"]) == (0, "You asked: Hello"), ran.err
-    assert [call["model"] for call in ran.json["calls"]] == ["my-agent"]
+def test_each_target_is_asked_by_its_own_name(flywheel: Run, others: Path, row: Path, tmp_path: Path) -> None:
+    server = Recorder(ScriptedModel())
+    with running(server) as url:
+        settings = {
+            "serving": {"urls": [url]},
+            "targets": {name: {"agents": [name], "alias": f"{name}-model"} for name in ("ours", "theirs")},
+            "rollout": {"agent": {"workflow": f"{others}:two_targets"}},
+        }
+        (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+        ran = flywheel("workflow", "check", "--task", row, "--json")
+    assert ran.code == 0, ran.err
+    asked = ["ours-model", "theirs-model"]
+    assert [call["model"] for call in ran.json["calls"]] == asked
+    assert [each["model"] for each in server.requests] == asked * 6
 
 
 @pytest.mark.slow
@@ -347,6 +348,9 @@ def test_an_agent_that_gives_up_a_call_or_whose_other_model_fails_cannot_be_used
             [failed] = [call for call in ran.json["calls"] if call["status"] != 200]
             assert failed["error"] == ran.json["calls"][0]["error"] != ""
         is_over.set()
+        for thread in threading.enumerate():
+            if thread.name == "judging":
+                thread.join(60)
 
 
 @pytest.mark.slow

@@ -91,8 +91,9 @@ class RemoteApplication:
             return await in_daemon_thread(partial(self._answer, json.dumps(asked).encode()))
 
     def close(self) -> None:
-        """Make no further attempt. Connections are closed when nothing holds the client any more."""
+        """Make no further attempt."""
         self._stop.set()
+        self._client.close()
 
     def _answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
         attempts = retrying(ATTEMPTS, self._seconds, self._stop)
