@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
+from flywheel.cli import progress_bars
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -35,17 +36,16 @@ from flywheel.cli.quality_bar import (
     quality_bar,
 )
 from flywheel.cli.tables import estimate_basis, estimated, money, short_path, spent
+from flywheel.config.file import Config
+from flywheel.daemon.evaluation import HELD_OUT, Evaluation
+from flywheel.daemon.evaluation_answers import Answers
+from flywheel.daemon.evaluation_report import Asked, Plan
+from flywheel.daemon.judging.judging_report import cost_of
 from flywheel.errors import EXIT_USAGE
-from flywheel.records.states import Split
+from flywheel.judge.usage import UsageFile
+from flywheel.system.signals import unless_cancelled
 from flywheel.system.terminal import escape_terminal, quantity
 
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.daemon.evaluation import Evaluation
-    from flywheel.daemon.evaluation_answers import Answers
-    from flywheel.daemon.evaluation_report import Asked, Plan
-
-HELD_OUT: Final = Split.HELD_OUT.value
 FLIPS_SHOWN: Final = 5
 
 
@@ -104,8 +104,6 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Let a model answer the tasks of a benchmark, and measure its answers by the rubric."""
-    from flywheel.daemon.evaluation_report import Asked
-
     bar = quality_bar(fail_under, confidence, max_undecided, junit, summary)
     wrong = {
         "--estimate judges nothing: use it without a quality bar and its reports": estimate and bar.is_asked,
@@ -162,8 +160,6 @@ def _options(workflow: str | None, rubric: Path | None) -> list[str]:
 
 async def _plan(asked: Asked, config: Config) -> Plan:
     """What is to be measured, in the state if there is one, or if it has the tasks. Raises FlywheelError."""
-    from flywheel.daemon.evaluation_report import Plan
-
     if asked.benchmark == HELD_OUT or not missing_state(config):
         return await read_state(config, partial(Plan.of, asked, config), warn=False)
     return Plan.of(asked, config, None)
@@ -171,11 +167,6 @@ async def _plan(asked: Asked, config: Config) -> Plan:
 
 async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:
     """Let a model answer, with its progress on stderr. Raises FlywheelError."""
-    from flywheel.cli import progress_bars
-    from flywheel.daemon.judging.judging_report import cost_of
-    from flywheel.judge.usage import UsageFile
-    from flywheel.system.signals import unless_cancelled
-
     if evaluation.is_known and not quiet:
         complain(f"{evaluation.model.name}: measured before, in {short_path(str(evaluation.directory))}")
     elif evaluation.goes_on and not quiet:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -24,14 +24,12 @@ from flywheel.cli.app import (
     run_async,
     user_path,
 )
+from flywheel.config.file import Config
 from flywheel.errors import ExportError
 from flywheel.system.files import PRIVATE, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.training.data.export import Export
 from flywheel.training.data.export_formats import FORMATS, Format, FormatName, Splits, States
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.training.data.export import Export
 
 
 @app.command()
@@ -118,8 +116,6 @@ async def _export(
     margin: float,
     target: str | None,
 ) -> Export:
-    from flywheel.training.data.export import Export
-
     async with open_state(config, "view") as store:
         made = Export(store, config.state_dir, form, state, split, margin, target)
         await made.survey()

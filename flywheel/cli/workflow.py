@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -19,11 +19,14 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import short_path
+from flywheel.config.file import Config
+from flywheel.daemon import workflow_check
 from flywheel.errors import EXIT_FAILED
+from flywheel.records.program_run import RunResult
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
+from flywheel.training.engine.endpoint import listed
+from flywheel.training.program import agentscope_1
+from flywheel.training.program.program_pool import decided_reward
 
 SHOWN: Final = 3
 """Tasks that are named for each reason."""
@@ -61,8 +64,6 @@ def check(
     Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
     accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.
     """
-    from flywheel.daemon import workflow_check
-
     settings = load_config(config)
     checked = run_async(workflow_check.check(settings, function, task, url, model, answers))
     if as_json:
@@ -98,10 +99,7 @@ def env(
     It also names the modules that the agent's files import and that the environment lacks. They are not installed,
     because a package can have another name than its module: name the packages with --requirement.
     """
-    from flywheel.daemon.workflow_check import with_function
-    from flywheel.training.program import agentscope_1
-
-    rollout = with_function(load_config(config), function).rollout.model_dump(mode="json")
+    rollout = workflow_check.with_function(load_config(config), function).rollout.model_dump(mode="json")
     python, missing = agentscope_1.make(rollout, absolute(output), [absolute(file) for file in requirement or ()])
     for module, files in missing.items():
         named = f"{', '.join(map(short_path, files))} imports" if files else "the settings name"
@@ -110,10 +108,6 @@ def env(
 
 
 def _lines(checked: Mapping[str, Any], config: Config) -> Iterator[str]:
-    from flywheel.records.program_run import RunResult
-    from flywheel.training.engine.endpoint import listed
-    from flywheel.training.program.program_pool import decided_reward
-
     response, reward, calls = checked["response"], checked["reward"], checked["calls"]
     yield checked["function"]
     yield f"task {checked['task_id']}"
