@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from rich.console import Console
 
+from flywheel.cli import tables
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -24,6 +26,7 @@ from flywheel.cli.app import (
     require_outside_state,
     run_async,
 )
+from flywheel.cli.progress_bars import of_tasks
 from flywheel.cli.quality_bar import (
     ConfidenceOption,
     FailUnderOption,
@@ -34,20 +37,36 @@ from flywheel.cli.quality_bar import (
     metric_lines,
     quality_bar,
 )
+from flywheel.config.file import Config
+from flywheel.daemon.configured_source import apply_model_rules
+from flywheel.daemon.forecast import Forecast, forecast
+from flywheel.daemon.judging.comparison import Comparison
+from flywheel.daemon.judging.judge_setup import exchange_of, rubric_of
+from flywheel.daemon.judging.judging import TaskJudging, recover, state_of
+from flywheel.daemon.judging.judging_report import (
+    COUNTS,
+    Cost,
+    CostEstimator,
+    JudgingEstimate,
+    JudgingReport,
+    TaskResult,
+    cost_of,
+)
+from flywheel.daemon.judging.quality_bar import Case, measured, metrics_of, unjudged
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FlywheelError
+from flywheel.judge.agent_metrics import requested_metrics
+from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.usage import CallsInFlight
+from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.jsonl.record import entries_of, rows_of_file
+from flywheel.store import claims, verdicts
+from flywheel.store.kernel.database import Store
 from flywheel.system.process import tune_process
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.daemon.forecast import Forecast
-    from flywheel.daemon.judging.judging import TaskJudging
-    from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate, JudgingReport, TaskResult
-    from flywheel.daemon.judging.quality_bar import Case
-    from flywheel.store.kernel.database import Store
+from flywheel.system.signals import StopSignals, use_default
 
 PREVIEWED: Final = 2_000
 """A dry run of up to this many tasks first prints an estimate."""
-NAME_ONE: Final = "Name a rubric in YAML."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,9 @@ class _Options:
 
     config: Config
     dry_run: bool
+    """Store nothing."""
+    estimate: bool
+    """Ask no judge."""
     rubric: Path | None
     limit: int | None
     rejudge: bool
@@ -153,13 +175,10 @@ def filter_tasks(
     stores_nothing, streams = dry_run or estimate or compares, (sys.stdin, sys.stdout, sys.stderr)
     asks = not (yes or as_json) and all(each is not None and each.isatty() for each in streams)
     options = _Options(
-        settings, stores_nothing, rubric, limit, rejudge, as_json, quiet or as_json, asks, tasks, metrics
+        settings, stores_nothing, estimate, rubric, limit, rejudge, as_json, quiet or as_json, asks, tasks, metrics
     )
     tune_process()
-    if compares:
-        work = _compare(options, against, against_judge)
-    else:
-        work = _estimate(options) if estimate else _filter(options)
+    work = _compare(options, against, against_judge) if compares else _filter(options)
     shown, error, cases, notes = run_async(work)
     quality = None
     if bar.is_asked:
@@ -184,12 +203,6 @@ def filter_tasks(
 async def _state(options: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked. One in memory for a
     file of tasks."""
-    from flywheel.daemon.configured_source import apply_model_rules
-    from flywheel.daemon.judging.judging import recover, state_of
-    from flywheel.sources.ingestion import Ingestion
-    from flywheel.sources.jsonl.record import entries_of, rows_of_file
-    from flywheel.store import claims
-
     if options.tasks is not None:
         attempted = f"read tasks to judge from {options.tasks}"
         if not (entries := entries_of(rows_of_file(options.tasks, attempted), attempted)):
@@ -219,25 +232,14 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
         yield store
 
 
-def _filtering(store: Store, options: _Options) -> TaskJudging:
-    from flywheel.daemon.judging.judging import TaskJudging
-    from flywheel.judge.rubric.file import load_rubric
-    from flywheel.judge.usage import CallsInFlight
-
-    return TaskJudging(
-        store,
-        options.config,
-        rubric=load_rubric(options.rubric, NAME_ONE) if options.rubric is not None else None,
-        calls=None if options.dry_run else CallsInFlight(options.config.state_dir),
-    )
+def _rubric(file: Path | None) -> Rubric | None:
+    return load_rubric(file, "Name a rubric in YAML.") if file is not None else None
 
 
 async def _until_signal(
     work: Coroutine[Any, Any, JudgingReport], stop: threading.Event, options: _Options, what: str, left: str
 ) -> JudgingReport:
     """The report of the judging, which a signal stops; its error says so then. Raises StoppedError without one."""
-    from flywheel.system.signals import StopSignals
-
     interruption = StopSignals(options.config.daemon.drain_seconds)
     report = await interruption.during(work, stop.set)
     if interruption.by is not None:
@@ -250,23 +252,23 @@ async def _until_signal(
 
 
 async def _filter(options: _Options) -> _Judged:
-    from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judging.judge_setup import exchange_of
-    from flywheel.daemon.judging.judging_report import COUNTS, USAGE, CostEstimator, cost_of
-    from flywheel.daemon.judging.quality_bar import Case, measured, metrics_of, unjudged
-    from flywheel.judge.agent_metrics import requested_metrics
-    from flywheel.store import verdicts
-
     async with _state(options) as store:
-        filtering = _filtering(store, options)
+        calls = None if options.dry_run else CallsInFlight(options.config.state_dir)
+        filtering = TaskJudging(store, options.config, rubric=_rubric(options.rubric), calls=calls)
+        prices = options.config.judge.prices
+        estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
+        if options.estimate:
+            preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
+            filtering.grader.close()
+            counts = {"tasks": preview.tasks, "without_a_call": preview.free}
+            return _Judged({"estimate": {**counts, **estimator.cost(preview).json()}, "dry_run": True})
         total = await filtering.count(limit=options.limit, rejudge=options.rejudge)
         expected = await _forecast(store, options, 0 if filtering.by_chain else total)
-        prices = options.config.judge.prices
         if options.dry_run and not options.quiet and 0 < total <= PREVIEWED:
             preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
-            estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
             _print_estimate(preview, estimator.cost(preview))
-        found: dict[int, tuple[dict[str, Any], Case]] = {}
+        shown: dict[int, dict[str, Any]] = {}
+        found: dict[int, Case] = {}
         wrong: list[str] = []
         criteria = [criterion.id for criterion in filtering.rubric.every]
         names = requested_metrics(options.metrics, criteria) if options.metrics is not None else ()
@@ -278,8 +280,8 @@ async def _filter(options: _Options) -> _Judged:
                 is_estimated = options.as_json and not filtering.by_chain
                 tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if is_estimated else 0
                 case = Case.of_result(grader.rubric.id, judged)
-                case = measured(case, judged, wrong) if names else case
-                found[judged.task.id] = judged.json(grader.hashes, tokens), case
+                found[judged.task.id] = measured(case, judged, wrong) if names else case
+                shown[judged.task.id] = judged.json(grader.hashes, tokens)
                 step()
 
             stop = threading.Event()
@@ -288,15 +290,14 @@ async def _filter(options: _Options) -> _Judged:
             report = await _until_signal(judging, stop, options, "judge all that is due", left)
         if warning := await store.read(verdicts.none_accepted, options.config.filter.warn_window):
             complain(f"warning: {warning}")
-    shown, cases = ([pair[side] for _, pair in sorted(found.items())] for side in (0, 1))
-    usage = {name: getattr(report, name) for name in USAGE}
+    cases = [found[task] for task in sorted(found)]
     told = {
         "due": total,
         **{name: getattr(report, name) for name in COUNTS},
-        "verdicts": shown,
-        "usage": usage,
-        "cost": cost_of(**usage, prices=prices).price,
-        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown),
+        "verdicts": [shown[task] for task in sorted(shown)],
+        "usage": report.usage,
+        "cost": cost_of(**report.usage, prices=prices).price,
+        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown.values()),
         "dry_run": options.dry_run,
         "forecast": expected and expected.as_json(),
         "error": str(report.error) if report.error else None,
@@ -311,23 +312,18 @@ async def _filter(options: _Options) -> _Judged:
 async def _forecast(store: Store, options: _Options, total: int) -> Forecast | None:
     """Print what rounds could train on, before the judge is asked about `total` tasks; None where nothing is trained.
     Ends the command if that is nothing, and a person does not want to go on."""
-    from flywheel.cli.tables import forecast_text
-    from flywheel.daemon.forecast import forecast
-
     if options.tasks is not None or not options.config.has_trainer:
         return None
     expected = await store.read(forecast, options.config)
     is_asked = options.asks and total > 0 and not expected.usable
     if is_asked or not options.quiet:
-        typer.echo(forecast_text(expected))
+        typer.echo(tables.forecast_text(expected))
     if is_asked:
         _confirm()
     return expected
 
 
 def _confirm() -> None:
-    from flywheel.system.signals import use_default
-
     before = signal.getsignal(signal.SIGINT)
     # The event loop's own handler would not interrupt the question.
     use_default(signal.SIGINT)
@@ -338,34 +334,14 @@ def _confirm() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-async def _estimate(options: _Options) -> _Judged:
-    from flywheel.daemon.judging.judging_report import CostEstimator
-
-    async with _state(options) as store:
-        filtering = _filtering(store, options)
-        estimator = await CostEstimator.of(store, filtering.grader.judge_hash, options.config.judge.prices)
-        preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
-    filtering.grader.close()
-    counts = {"tasks": preview.tasks, "without_a_call": preview.free}
-    return _Judged({"estimate": {**counts, **estimator.cost(preview).json()}, "dry_run": True})
-
-
 async def _compare(options: _Options, against: Path | None, judge: str | None) -> _Judged:
     """Compare with the rubric in a file, with another model as the judge, or with both."""
-    from flywheel.cli.progress_bars import of_tasks
-    from flywheel.cli.tables import accepted_shares
-    from flywheel.daemon.judging.comparison import Comparison
-    from flywheel.daemon.judging.judge_setup import rubric_of
-    from flywheel.daemon.judging.judging_report import CostEstimator
-    from flywheel.daemon.judging.quality_bar import unjudged
-    from flywheel.judge.rubric.file import load_rubric
-
     config = options.config
-    earlier = load_rubric(against, NAME_ONE) if against is not None else None
+    earlier = _rubric(against)
     # They are those of the configured judge.
     prices = config.judge.prices if judge is None else None
     async with _state(options) as store:
-        new = load_rubric(options.rubric, NAME_ONE) if options.rubric is not None else rubric_of(config)
+        new = _rubric(options.rubric) or rubric_of(config)
         old = earlier or new
         if judge is not None:
             # Its own model takes the place of the configured one.
@@ -386,22 +362,16 @@ async def _compare(options: _Options, against: Path | None, judge: str | None) -
             work = comparison.run(step)
             report = await _until_signal(work, comparison.stop, options, "compare all tasks", "Nothing was written.")
     told = comparison.json(names, estimator)
-    notes = [f"{names[0]} → {names[1]}: {accepted_shares(told)}"]
+    notes = [f"{names[0]} → {names[1]}: {tables.accepted_shares(told)}"]
     return _Judged(told, report.error, unjudged(comparison.cases, new.id, options.keys, report.error), notes)
 
 
 def _print_estimate(expected: JudgingEstimate, cost: Cost, before: str = "") -> None:
-    from rich.console import Console
-
-    from flywheel.cli.tables import estimated, tasks_to_judge
-
-    text = f"{before}{tasks_to_judge(expected.tasks, expected.free)}: {estimated(cost.json())}"
+    text = f"{before}{tables.tasks_to_judge(expected.tasks, expected.free)}: {tables.estimated(cost.json())}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
 def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
-    from flywheel.cli import tables
-
     console = tables.stdout()
     if (estimate := shown.get("estimate")) is not None:
         console.print(tables.tasks_to_judge(estimate["tasks"], estimate["without_a_call"]))

@@ -6,13 +6,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from rich.console import Console
+from rich.progress import Progress
+
 from flywheel.config.file import Config, load, parse
 from flywheel.daemon.judging.judging import TaskJudging, state_of
+from flywheel.daemon.judging.judging_report import TaskResult
 from flywheel.errors import ConfigError
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.judge.rubric.rubric import Rubric
@@ -79,18 +83,26 @@ async def ajudge_replies(
     directory = None if cache is None else Path(cache)
     async with state_of(entries) as store, state_of(entries, directory) as kept:
         judging = TaskJudging(store, _config(judge), rubric=_rubric(rubric))
-        keys = [entry.key for entry in entries]
+        keys, found = [entry.key for entry in entries], dict[str, Verdict]()
         await store.write(verdicts.copy, await kept.read(verdicts.decided, keys))
         try:
-            with _bar(len(keys), shown=progress) as step:
-                report = await judging.run(on_judged=lambda _: step())
+            with Progress(console=Console(stderr=True), disable=not progress) as bar:
+                drawn = bar.add_task("judging", total=len(keys))
+
+                def note(result: TaskResult) -> None:
+                    found[result.task.key] = result.verdict or _undecided(result.error)
+                    bar.advance(drawn)
+
+                report = await judging.run(on_judged=note)
         finally:  # What was paid for is kept, also if it is interrupted.
             await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
         if report.error is not None:
             raise report.error
-        hashes = judging.rubric.hash, judging.grader.judge_hash
-        found = await store.read(verdicts.newest_of, keys, *hashes)
-    return [found.get(key, Verdict(Outcome.UNDECIDED, None, error="it was not judged")) for key in keys]
+    return [found.get(key, _undecided()) for key in keys]
+
+
+def _undecided(why: str = "") -> Verdict:
+    return Verdict(Outcome.UNDECIDED, None, error=why or "it was not judged")
 
 
 def _rows(replies: Iterable[Mapping[str, Any]] | Table) -> Iterable[Any]:
@@ -155,14 +167,3 @@ def _rubric(rubric: Rubric | Mapping[str, Any] | str | Path) -> Rubric:
     if isinstance(rubric, Mapping):
         return parse_rubric({**rubric}, "the rubric")
     return load_rubric(Path(rubric), "Name a rubric in YAML.")
-
-
-@contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Any]:
-    """A function to call for each reply that is judged."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("judging", total=total)
-        yield lambda: bar.advance(task)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -128,22 +128,6 @@ def copy(conn: Connection, found: Sequence[dict[str, Any]]) -> None:
         added = insert(verdicts).values(task_id=numbers[row["key"]], **values)
         conn.execute(added.on_conflict_do_nothing())
     point(conn, list(numbers.values()))
-
-
-def newest_of(conn: Connection, keys: Sequence[str], rubric_hash: str, judge_hash: str) -> dict[str, Verdict]:
-    """By key of its task the last verdict by this rubric and judge, or by a filter chain."""
-    query = (
-        select(verdicts, tasks.c.key)
-        .join(tasks, tasks.c.id == verdicts.c.task_id)
-        .where(verdicts.c.judge_hash == judge_hash)
-        .where(or_(verdicts.c.rubric_hash == rubric_hash, verdicts.c.rubric_hash.startswith(CHAIN)))
-        .order_by(verdicts.c.created_at, verdicts.c.id)
-    )
-    counted = (*_COUNTS, "error", "latency_seconds")
-    return {
-        row.key: replace(_verdict(row), **{name: getattr(row, name) for name in counted})
-        for row in rows_in(conn, query, tasks.c.key, keys)
-    }
 
 
 def _verdict(row: Row[Any]) -> Verdict:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from flywheel.daemon.judging.comparison import TASKS_PER_THREAD
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests import warm
 from tests.cli.filter_bench import CRITERIA, Bench
+from tests.cli.terminal import in_terminal
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "good, without a box"
 PRICES = {"input_per_million": 1000.0, "output_per_million": 5000.0, "currency": "EUR"}
@@ -178,6 +177,16 @@ def test_a_judge_that_fails_ends_a_diff_with_what_there_is(bench: Bench) -> None
     assert bench("filter", "--against", bench.rubric(name="old.yaml"), "--json").code == EXIT_UNAVAILABLE
 
 
+def test_a_diff_that_ends_early_has_the_tasks_until_then_and_one_failure_ends_none(bench: Bench) -> None:
+    bench.settings["max_thread"] = 1
+    bench.lines(*[GOOD] * TASKS_PER_THREAD, *[BAD] * 9)
+    old = bench.rubric(changed(boxed={"weight": 9}), name="old.yaml", threshold=0.9)
+    bench.judge.behave(*["good"] * 3, "500", *["good"] * (TASKS_PER_THREAD - 4), *["500"] * 20)
+    ran = bench("filter", "--against", old, "--json")
+    assert ran.code == EXIT_UNAVAILABLE
+    assert (ran.json["same"], ran.json["undecided"], ran.json["not_reached"]) == (TASKS_PER_THREAD - 1, 9, 1)
+
+
 def test_a_diff_of_everything_and_an_estimate_are_different_wishes(bench: Bench) -> None:
     rubric = bench.rubric(name="old.yaml")
     assert bench("filter", "--against", rubric, "--estimate").code == 2
@@ -198,9 +207,9 @@ def test_on_a_terminal_no_key_is_cut_nothing_is_wider_and_reasons_are_whole(benc
         return said
 
     bench.judge.content = content  # type: ignore[method-assign]
-    shown = on_a_terminal(columns, bench.folder, "filter", "--dry-run")
-    lines = [line.rstrip() for line in shown.splitlines()]
-    assert max(map(len, lines)) <= columns
+    seen = in_terminal(bench.folder, ["filter", "--dry-run"], columns=columns, home=bench.folder)
+    assert seen.code == 0 and max(map(len, seen.lines)) <= columns
+    shown = "\n".join(seen.lines)
     assert len(re.findall(r"^\S+ +(?:accepted|rejected) +\d\.\d\d", shown, re.M)) == 3
     words = " ".join(re.sub(r"[^\w.,]", " ", shown).split())
     assert words.count("The carry was forgotten") == 3
@@ -222,27 +231,6 @@ def test_what_a_users_function_prints_is_not_in_the_json(bench: Bench) -> None:
     ran = warm.run(command, cwd=bench.folder, capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout)["accepted"] == 1
     assert "looking at" in ran.stderr
-
-
-def on_a_terminal(columns: int, folder: Path, *arguments: str) -> str:
-    """What a person would have seen, bars and all, without colours."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
-    process = warm.Popen(
-        [sys.executable, "-m", "flywheel", *arguments], cwd=folder, stdout=theirs, stderr=theirs, env=env
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while piece := os.read(ours, 65536):
-            seen += piece
-    except OSError:
-        # Linux says so when the other side is closed.
-        pass
-    finally:
-        os.close(ours)
-    assert process.wait(timeout=60) == 0
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def test_a_source_that_is_missing_makes_it_end_with_1_and_the_others_are_judged(bench: Bench) -> None:

@@ -5,15 +5,17 @@ The second pass reuses what the judge said in the first. A filter chain only red
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel
 
 from flywheel.config.file import Config
 from flywheel.daemon.judging.judge_setup import exchange_of
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.judging.judging_report import (
-    USAGE,
     CostEstimator,
     JudgingEstimate,
     JudgingReport,
@@ -26,6 +28,7 @@ from flywheel.judge.rubric.criterion import Criterion
 from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims
+from flywheel.store.claims import Claimed
 from flywheel.store.kernel.bulk import chunks
 from flywheel.store.kernel.database import Store
 from flywheel.system.terminal import excerpt
@@ -38,6 +41,8 @@ EXCERPT: Final = 240
 """Characters of a question or an answer of a flip."""
 ERROR_PROBABILITY: Final = 0.025
 """Of each bound of the difference between the accepted shares: the interval holds it at 95 %."""
+SHOWN: Final = 40
+"""Characters of two values of a rubric that are shown."""
 TOLERANCE: Final = 1e-9
 """Contributions that differ by less are equal."""
 
@@ -60,7 +65,8 @@ class Comparison:
         self.report = JudgingReport()
         self.cases: list[Case] = []
         self.flips: list[dict[str, Any]] = []
-        self.tasks, self.triable = 0, list[int]()
+        self.tasks = 0
+        self.triable: list[int] = []
         self._states: dict[int, str] = {}
         self._pairs: list[Paired] = []
         self._decided = self._asked = 0
@@ -89,9 +95,9 @@ class Comparison:
             for page in chunks(self.triable, TASKS_PER_THREAD * self.new.judge.max_thread):
                 new = await self._pass(self.new, page, step)
                 # What one of them leaves undecided cannot flip.
-                old = await self._pass(self.old, [task for task in new if _is_decided(new[task])], step)
-                for task in sorted(new):
-                    self._add(new[task], old.get(task))
+                old = await self._pass(self.old, [task for task in new if _reward(new[task]) is not None], step)
+                # Functions of a rubric, which may take their time, run for the estimates.
+                await asyncio.to_thread(self._count, new, old)
         finally:
             self.new.grader.close()
             self.old.grader.close()
@@ -111,43 +117,42 @@ class Comparison:
             self.report.join(await judging.run(stop=self.stop, on_judged=note))
         return found
 
+    def _count(self, new: Mapping[int, TaskResult], old: Mapping[int, TaskResult]) -> None:
+        for task in sorted(new):
+            self._add(new[task], old.get(task))
+
     def _add(self, new: TaskResult, old: TaskResult | None) -> None:
         """Count a task, unless it waits for its second verdict."""
-        task, is_decided = new.task, old is not None and _is_decided(old)
-        if old is None and _is_decided(new):
+        task, rewards = new.task, (_reward(new), _reward(old))
+        if old is None and rewards[0] is not None:
             return
         self.cases.append(Case.of_result(self.new.rubric.id, new))
         self._asked += any(_was_asked(each) for each in (new, old) if each is not None)
-        self._decided += is_decided
+        self._decided += None not in rewards
         exchange, grader = exchange_of(task.line), self.new.grader
         self._with_cache.add(CallEstimate() if task.stored else grader.estimate(exchange, task.earlier))
         self._without_cache.add(grader.estimate(exchange))
-        rewards = tuple((None if each is None else _reward(each),) for each in (new, old))
-        self._pairs.append(Paired(task.key, *rewards, self.cases[-1].conversation))
-        if is_decided and old is not None and new.outcome != old.outcome:
-            self.flips.append(self._flip(old, new))
+        self._pairs.append(Paired(task.key, (rewards[0],), (rewards[1],), self.cases[-1].conversation))
+        if {*rewards} == {0.0, 1.0} and old is not None and old.verdict is not None and new.verdict is not None:
+            self.flips.append(self._flip(task, old.verdict, new.verdict))
 
-    def _flip(self, old: TaskResult, new: TaskResult) -> dict[str, Any]:
-        line, sides = new.task.line, {"old": old.verdict, "new": new.verdict}
-        assert old.verdict is not None and new.verdict is not None
+    def _flip(self, task: Claimed, old: Verdict, new: Verdict) -> dict[str, Any]:
         return {
-            "task_id": new.task.key,
-            "state": self._states[new.task.id],
+            "task_id": task.key,
+            "state": self._states[task.id],
             **{
                 name: {"outcome": each.outcome.value, "score": each.score, "reason": each.reason}
-                for name, each in sides.items()
-                if each is not None
+                for name, each in (("old", old), ("new", new))
             },
-            "why": contributions(self.old.rubric, self.new.rubric, old.verdict, new.verdict),
-            "query": excerpt(line["main_query"], EXCERPT),
-            "answer": excerpt(line["answer"], EXCERPT),
+            "why": contributions(self.old.rubric, self.new.rubric, old, new),
+            "query": excerpt(task.line["main_query"], EXCERPT),
+            "answer": excerpt(task.line["answer"], EXCERPT),
         }
 
     def json(self, names: tuple[str, str], estimator: CostEstimator) -> dict[str, Any]:
         """The record of `filter --against`. `names` are those of the old and the new rubric or judge."""
         rubrics = {"old": self.old.rubric, "new": self.new.rubric}
         accepted = compare(self._pairs, samples=1, alpha=ERROR_PROBABILITY, needed=0.0, seed=0)
-        usage = {name: getattr(self.report, name) for name in USAGE}
         return {
             **{
                 side: {"name": name, "id": rubric.id, "hash": rubric.hash}
@@ -171,20 +176,19 @@ class Comparison:
                 "without_cache": estimator.cost(self._without_cache).json(),
                 "with_cache": estimator.cost(self._with_cache).json(),
             },
-            "usage": usage,
+            "usage": self.report.usage,
             "reused": len(self.cases) - self._asked,
-            "cost": cost_of(**usage, prices=estimator.prices).price,
+            "cost": cost_of(**self.report.usage, prices=estimator.prices).price,
             "dry_run": True,
             "error": str(self.report.error) if self.report.error else None,
         }
 
 
-def _is_decided(result: TaskResult) -> bool:
-    return result.verdict is not None and result.verdict.outcome is not Outcome.UNDECIDED
-
-
-def _reward(result: TaskResult) -> float | None:
-    return float(result.outcome == Outcome.ACCEPTED.value) if _is_decided(result) else None
+def _reward(result: TaskResult | None) -> float | None:
+    """Whether a task is accepted; None where that is not decided."""
+    if result is None or result.verdict is None or result.verdict.outcome is Outcome.UNDECIDED:
+        return None
+    return float(result.verdict.outcome is Outcome.ACCEPTED)
 
 
 def _was_asked(result: TaskResult) -> bool:
@@ -196,16 +200,7 @@ def changes(old: Rubric, new: Rubric) -> list[dict[str, str]]:
     found = []
     if old.threshold != new.threshold:
         found.append({"criterion": "", "what": f"threshold {old.threshold:g} → {new.threshold:g}"})
-    before, after = (
-        {name: "–" if value is None else str(value) for name, value in rubric.judge.model_dump().items()}
-        for rubric in (old, new)
-    )
-    settings = [
-        f"{name} {before.get(name, '–')} → {after.get(name, '–')}"
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    ]
-    if settings:
+    if settings := _changed(old.judge, new.judge):
         found.append({"criterion": "", "what": f"judge: {', '.join(settings)}"})
     olds, news = ({each.id: each for each in rubric.every} for rubric in (old, new))
     for name in dict.fromkeys([*news, *olds]):
@@ -220,7 +215,7 @@ def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[
     """Why the score differs: the threshold, then the criteria that contribute another part, changed ones first; None
     where one has no result."""
     olds, news = _parts(old, was), _parts(new, now)
-    changed, others = [], []
+    found: list[tuple[bool, float, dict[str, Any]]] = []
     for name in dict.fromkeys([*news, *olds]):
         before, after = olds.get(name, _Part()), news.get(name, _Part())
         why = _criterion_changes(before.criterion, after.criterion)
@@ -232,12 +227,12 @@ def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[
         if why or difference > TOLERANCE:
             text = ", ".join(why) or "its share of the score"
             each = {"criterion": name, "old": before.score, "new": after.score, "why": text}
-            (changed if why else others).append((difference, each))
-    found = [each for group in (changed, others) for _, each in sorted(group, key=lambda pair: -pair[0])]
-    if old.threshold != new.threshold:
-        text = f"threshold {old.threshold:g} → {new.threshold:g}"
-        found.insert(0, {"criterion": "", "old": old.threshold, "new": new.threshold, "why": text})
-    return found
+            found.append((not why, -difference, each))
+    parts = [each for _, _, each in sorted(found, key=lambda part: part[:2])]
+    if old.threshold == new.threshold:
+        return parts
+    text = f"threshold {old.threshold:g} → {new.threshold:g}"
+    return [{"criterion": "", "old": old.threshold, "new": new.threshold, "why": text}, *parts]
 
 
 class _Part(NamedTuple):
@@ -264,17 +259,19 @@ def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _Part]:
 def _criterion_changes(old: Criterion | None, new: Criterion | None) -> list[str]:
     if old is None or new is None:
         return ["new"] if old is None else ["removed"]
-    found, common = [], set(Criterion.model_fields)
-    if old.type != new.type:
-        found.append(f"{old.type} → {new.type}")
-    elif old.value != new.value:
-        found.append("reworded" if new.asks_the_judge else "another value")
-    elif old.model_dump(exclude=common) != new.model_dump(exclude=common):
-        found.append("other options")
-    if dict(old.scale) != dict(new.scale):
-        found.append("other choices" if list(old.scale) != list(new.scale) else "other values of its choices")
-    if old.weight != new.weight:
-        found.append(f"weight {old.weight:g} → {new.weight:g}")
-    if old.required != new.required:
-        found.append("required now" if new.required else "no longer required")
+    return _changed(old, new)
+
+
+def _changed(old: BaseModel, new: BaseModel) -> list[str]:
+    """What differs between two models: numbers and names as `name old → new`, of longer values the name alone."""
+    before, after, found = old.model_dump(), new.model_dump(), []
+    for name in dict.fromkeys([*before, *after]):
+        was, now = (each.get(name) for each in (before, after))
+        if was != now:
+            texts = f"{_text(was)} → {_text(now)}"
+            found.append(f"{name} {texts}" if len(texts) <= SHOWN else f"another {name}")
     return found
+
+
+def _text(value: object) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -272,9 +272,9 @@ class TaskJudging:
         total, stop = JudgingEstimate(), threading.Event()
         for each in (self, *self._others):
             run = _JudgingRun(stop, None if limit is None else limit - total.tasks)
-            estimating = asyncio.create_task(self._store.trial(each._estimate, run, rejudge))
+            estimating = asyncio.create_task(self._store.trial(each._estimate, run, rejudge, total))
             try:
-                total.join(await asyncio.shield(estimating))
+                await asyncio.shield(estimating)
             except asyncio.CancelledError:
                 # A transaction cannot be interrupted: it ends after its current batch.
                 stop.set()
@@ -282,11 +282,10 @@ class TaskJudging:
                 raise
         return total
 
-    def _estimate(self, conn: Connection, run: _JudgingRun, rejudge: bool) -> JudgingEstimate:
+    def _estimate(self, conn: Connection, run: _JudgingRun, rejudge: bool, total: JudgingEstimate) -> None:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
-        total = JudgingEstimate()
         pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
 
         def add(batch: Sequence[Claimed]) -> None:
@@ -300,7 +299,6 @@ class TaskJudging:
             add(suspect)
         for batch in self._claim(run, ask, rejudge=rejudge):
             add(batch)
-        return total
 
     def _claim(
         self, run: _JudgingRun, ask: Ask, *, suspect: bool = False, rejudge: bool = False, first: int | None = None

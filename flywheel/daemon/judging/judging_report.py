@@ -109,6 +109,10 @@ class JudgingReport:
         self.error = other.error
 
     @property
+    def usage(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in USAGE}
+
+    @property
     def tasks(self) -> int:
         return self.judged + self.dead + self.held
 
@@ -124,16 +128,12 @@ class JudgingEstimate:
     prompt_tokens: int = 0
     more: int = 0
 
-    def join(self, other: JudgingEstimate) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-    def add(self, *needed: CallEstimate) -> None:
+    def add(self, needed: CallEstimate) -> None:
         """Add one task and the calls that it needs."""
         self.tasks += 1
-        self.free += not any(each.calls for each in needed)
+        self.free += not needed.calls
         for name in ("calls", "criteria", "prompt_tokens", "more"):
-            setattr(self, name, getattr(self, name) + sum(getattr(each, name) for each in needed))
+            setattr(self, name, getattr(self, name) + getattr(needed, name))
 
 
 @dataclass(frozen=True, slots=True)

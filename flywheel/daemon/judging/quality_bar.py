@@ -253,17 +253,15 @@ def junit_xml(cases: Sequence[Case]) -> bytes:
     for case in cases:
         suites.setdefault(case.rubric, []).append(case)
     for rubric, own in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": _storable(rubric), **_counts(own)})
+        suite = ElementTree.SubElement(root, "testsuite", {"name": rubric, **_counts(own)})
         for case in own:
-            names = {"classname": _storable(rubric), "name": _storable(case.task)}
-            element = ElementTree.SubElement(suite, "testcase", names)
+            element = ElementTree.SubElement(suite, "testcase", {"classname": rubric, "name": case.task})
             if (tag := _TAGS.get(case.outcome)) is not None:
-                message = _storable(_message(case))
-                attributes = {"message": message} if tag == "skipped" else {"message": message, "type": case.outcome}
-                detail = "\n".join((*case.failed, case.reason)) if case.failed else case.reason
-                ElementTree.SubElement(element, tag, attributes).text = _storable(detail)
-    data: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
-    return data
+                kind = {} if tag == "skipped" else {"type": case.outcome.value}
+                made = ElementTree.SubElement(element, tag, {"message": _message(case), **kind})
+                made.text = "\n".join((*case.failed, case.reason)) if case.failed else case.reason
+    text = _NOT_XML.sub("", ElementTree.tostring(root, encoding="unicode"))
+    return f"<?xml version='1.0' encoding='utf-8'?>\n{text}".encode()
 
 
 _TAGS: Final = {
@@ -281,13 +279,9 @@ def _message(case: Case) -> str:
 
 
 def _counts(cases: Sequence[Case]) -> dict[str, str]:
-    counts = Counter(case.outcome for case in cases)
-    numbers = {"failures": CaseOutcome.REJECTED, "errors": CaseOutcome.UNDECIDED, "skipped": CaseOutcome.FILTERED}
-    return {"tests": str(len(cases)), **{name: str(counts[outcome]) for name, outcome in numbers.items()}}
-
-
-def _storable(text: str) -> str:
-    return _NOT_XML.sub("", text)
+    counts = Counter(_TAGS.get(case.outcome) for case in cases)
+    numbers = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    return {"tests": str(len(cases)), **{name: str(counts[tag]) for name, tag in numbers.items()}}
 
 
 def summary_text(cases: Sequence[Case], quality: Quality, notes: Sequence[str], error: str) -> str:
