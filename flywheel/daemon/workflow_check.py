@@ -31,7 +31,7 @@ from flywheel.serving.server_keys import agents_key
 from flywheel.sources.jsonl.record import rows_of_file
 from flywheel.store import calibrations, rounds, samples
 from flywheel.store.kernel.database import read_once
-from flywheel.system.http_client import async_client
+from flywheel.system.http_client import async_client, is_http_url
 from flywheel.system.terminal import excerpt, quantity
 from flywheel.system.web_server import CLIENT_GONE
 from flywheel.training.data.prompts import Prompt
@@ -177,7 +177,7 @@ async def check(
     does not answer.
     """
     config = with_function(config, function)
-    line = _first_line(task) or await read_once(config.state_dir, _stored_line, config, task)
+    line: dict[str, Any] = _first_line(task) or await read_once(config.state_dir, _stored_line, config, task)
     program = program_of(config)
     if program is None:
         why = "rollout.agent names no workflow and no command"
@@ -186,6 +186,8 @@ async def check(
     if program.reward_function and answers:
         lines = await read_once(config.state_dir, samples.accepted_lines, answers)
     server = (url or next(iter(await replica_urls(config.serving)))).rstrip("/")
+    if not is_http_url(server):
+        raise ConfigError(ATTEMPTED, f"{server} is no HTTP URL", "Name a server, such as http://127.0.0.1:8000.")
     key = agents_key(config.serving, ATTEMPTED)
     (trained, own), *others = config.by_target().items()
     models = {name: model or each.model.alias for name, each in [(trained, own), *others]}

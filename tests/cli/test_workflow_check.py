@@ -490,9 +490,12 @@ def test_what_is_refused_before_a_run(flywheel: Run, url: str, others: Path, row
     ):
         ran = flywheel("workflow", "check", *arguments, "--url", url)
         assert (ran.code, why in ran.err) == (code, True), ran.err
-    ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", "http://127.0.0.1:9")
-    assert ran.code == 1
-    assert "Start `flywheel serve`" in ran.err
+    for wrong, code, why in (
+        ("http://127.0.0.1:9", 1, "Start `flywheel serve`"),
+        ("127.0.0.1:9", 78, "127.0.0.1:9 is no HTTP URL"),
+    ):
+        ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", wrong)
+        assert (ran.code, why in ran.err) == (code, True), ran.err
 
 
 @pytest.mark.slow
