@@ -177,7 +177,9 @@ async def check(
     does not answer.
     """
     config = with_function(config, function)
-    line: dict[str, Any] = _first_line(task) or await read_once(config.state_dir, _stored_line, config, task)
+    line = _first_line(task)
+    if line is None:
+        line = await read_once(config.state_dir, _stored_line, config, task)
     program = program_of(config)
     if program is None:
         why = "rollout.agent names no workflow and no command"

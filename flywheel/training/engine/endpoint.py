@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from flywheel.secrets import redact_secrets
 from flywheel.system.http_client import async_client
 from flywheel.system.terminal import excerpt, quantity
 from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
@@ -230,7 +231,7 @@ def failure_of(response: Response) -> str:
     if status < 500 and status != 429:
         return ""
     try:
-        why = SessionReply(status, json.loads(bytes(response.body))).error
+        why = redact_secrets(SessionReply(status, json.loads(bytes(response.body))).error)
     except (ValueError, AttributeError):
         why = ""
     return f"an auxiliary model failed (HTTP status {status}){f': {excerpt(why, MOST_SHOWN)}' if why else ''}"
