@@ -81,7 +81,7 @@ def _pages(config: Path | None, port: int) -> Iterator[None]:
 async def _run(
     config: Config, once: bool, max_rounds: int | None, pages: Callable[[], AbstractContextManager[None]]
 ) -> FlywheelError | None:
-    from flywheel.cli.rounds import left_of_round
+    from flywheel.daemon.rounds.by_hand import left_of_round
     from flywheel.daemon.service import Service
     from flywheel.system.signals import StopSignals
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
+from collections.abc import Coroutine
+from concurrent import futures
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ from flywheel.daemon.evaluation_answers import Answers, answers_in
 from flywheel.daemon.file_round import RoundNames, adapter_in, base_model_of, read_tasks, require_packages, run_worker
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate
+from flywheel.daemon.judging.quality_bar import metrics_of
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.daemon.rounds.round_tasks import round_tasks
 from flywheel.daemon.rounds.suites import require_grader
@@ -55,8 +59,6 @@ from flywheel.system.lock import alone_in
 from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import RolloutBatch
-from flywheel.training.data.rollout_file import write_answers
 from flywheel.training.data.round_directory import FORMAT, clear, go_on, identity_of, is_of
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine.remote_engine import (
@@ -67,7 +69,7 @@ from flywheel.training.engine.remote_engine import (
 )
 from flywheel.training.engine.rollout_engine import ProgramSetup
 from flywheel.training.optim.collector import Collector
-from flywheel.training.optim.held_out_evaluation import requests
+from flywheel.training.optim.held_out_evaluation import answer_alone
 from flywheel.training.optim.rollout_grading import build_grade, has_judge, without_judge
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.recorded.recorded_rollout import ToolSetup
@@ -266,91 +268,64 @@ class Evaluation:
         if not self.is_known:
             require_grader(self.settings, self.rubric)
             make_private(self.directory)
-            if self.model.remote is not None:
-                await _RemoteRun(self, self.model.remote).run()
-            else:
+            if self.model.remote is None:
                 await run_worker(self.spec, self.directory, self.settings)
+            else:
+                stop = threading.Event()
+                try:
+                    await in_daemon_thread(partial(_ask_endpoint, self, self.model.remote, stop))
+                finally:
+                    stop.set()
         answers = await asyncio.to_thread(answers_in, self.directory)
         if self.benchmark.name == HELD_OUT:
-            score = asdict(answers.summary(SCORE, self.settings.training.seed))
+            score = metrics_of(answers.cases, [SCORE], self.settings.training.seed)[SCORE]
             evaluation_log.add(self.settings.state_dir, self.model.json(), self.rubric.hash, score)
         return answers
 
 
-class _RemoteRun:
-    """Asks a model at an endpoint, with the code of a worker: the gate's requests, recorded tools and grading."""
+def _ask_endpoint(evaluation: Evaluation, model: ModelEndpoint, stop: threading.Event) -> None:
+    """Let a model at an endpoint answer, with the code of a worker: the gate's requests, recorded tools and grading.
+    Raises FlywheelError, and CancelledError after `stop`."""
+    directory, spec, settings = evaluation.directory, evaluation.spec, evaluation.settings
 
-    def __init__(self, evaluation: Evaluation, model: ModelEndpoint) -> None:
-        self._evaluation, self._model = evaluation, model
-        self._collector: Collector | None = None
+    def check() -> None:
+        if stop.is_set():
+            raise futures.CancelledError
 
-    async def run(self) -> None:
-        """Raises FlywheelError."""
-        directory = self._evaluation.directory
-        write_atomic(directory / SPEC_FILE, self._evaluation.spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
+    with alone_in(directory), event_loop() as loop:
+        write_atomic(directory / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
+        go_on(directory, spec)
+        meter, prompts = Meter(directory, steps=0), [Prompt(task, ()) for task in spec.held_out]
+        make_grade = build_grade if has_judge(settings) else without_judge
+        grade = make_grade(spec, directory, Purpose.GATES, meter.pause)
+        application = RemoteApplication(model, seconds=settings.rollout.timeout_seconds)
+        meter.enter("evaluating", len(prompts) * settings.gate.samples_for(len(prompts)))
+        began, engine = time.monotonic(), RemoteEngine(application)
+
+        def done(work: Coroutine[Any, Any, object]) -> None:
+            asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        done(engine.start())
         try:
-            await in_daemon_thread(self._run)
+            rollout = settings.rollout
+            setup = ToolSetup(spec.shared_gate, "end", tuple(rollout.finish_tools), rollout.max_turns)
+            engine.use_tools(setup, setup)
+            if isinstance(rollout.agent, AgentProgramSettings):
+                program = ProgramSetup.of(settings, spec.target or settings.model.alias)
+                done(engine.use_program(spec.settings, program))
+            store, calls = GradedRollouts(directory), LocalCalls(loop)
+            with Collector.of(
+                settings, [engine], grade, meter=meter, store=store, calls=calls, check=check
+            ) as collector:
+                at_once = settings.judge.max_thread
+                usage = answer_alone(prompts, None, spec, settings, collector, directory, at_once=at_once)
         finally:
-            if self._collector is not None:
-                self._collector.close()
-
-    def _run(self) -> None:
-        evaluation, spec = self._evaluation, self._evaluation.spec
-        directory, settings = evaluation.directory, evaluation.settings
-        with alone_in(directory):
-            go_on(directory, spec)
-            meter = Meter(directory, steps=0)
-            make_grade = build_grade if has_judge(settings) else without_judge
-            grade = make_grade(spec, directory, Purpose.GATES, meter.pause)
-            application = RemoteApplication(self._model, seconds=settings.rollout.timeout_seconds)
-            asked = requests(
-                [Prompt(task, ()) for task in spec.held_out], (None,), spec, settings, settings.gate.samples or 1
-            )
-            meter.enter("evaluating", len(asked))
-            began = time.monotonic()
-            with event_loop() as loop:
-
-                def done(work: Any) -> Any:
-                    return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-                engine = RemoteEngine(application)
-                done(engine.start())
-                try:
-                    self._prepare(engine, done)
-                    store, calls = GradedRollouts(directory), LocalCalls(loop)
-                    self._collector = Collector.of(settings, [engine], grade, meter=meter, store=store, calls=calls)
-                    with self._collector as collector:
-                        batch = collector.collect(asked, most_open=settings.judge.max_thread)
-                finally:
-                    done(engine.stop())
-            self._write(batch, application, round(time.monotonic() - began, 3))
-
-    def _prepare(self, engine: RemoteEngine, done: Any) -> None:
-        """Tell the engine how tools answer, and start the user's agent if there is one. Raises ConfigError."""
-        spec, settings = self._evaluation.spec, self._evaluation.settings
-        rollout = settings.rollout
-        setup = ToolSetup(spec.shared_gate, "end", tuple(rollout.finish_tools), rollout.max_turns)
-        engine.use_tools(setup, setup)
-        if isinstance(rollout.agent, AgentProgramSettings):
-            alias = settings.model.alias
-            trained = spec.target or alias
-            program = ProgramSetup(
-                {trained: alias},
-                trained,
-                rollout.max_turns,
-                needs_reward=rollout.weights.workflow > 0,
-                rewards_loops=rollout.loop_reward is not None,
-            )
-            done(engine.use_program(spec.settings, program))
-
-    def _write(self, batch: RolloutBatch, application: RemoteApplication, seconds: float) -> None:
-        directory = self._evaluation.directory
-        write_answers(directory, batch.rollouts)
-        usage = {**batch.usage(), **application.usage}
+            done(engine.stop())
+        seconds = round(time.monotonic() - began, 3)
         result = RoundResult(
-            round_id=_NAMES.round_id,
+            round_id=spec.round_id,
             outcome="evaluated",
-            usage=usage,
+            usage={**usage, **application.usage},
             seconds={"evaluate": seconds, "total": seconds},
         )
         write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode(), mode=PRIVATE)

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -330,10 +330,11 @@ async def run_worker(
     config: Config,
     *,
     python: Path | None = None,
+    prepare: Callable[[], Awaitable[object]] | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> RoundResult:
-    """The result of a worker in the interpreter `python`; `begin` is called once it runs. A cancellation stops it.
-    Raises TrainError.
+    """The result of a worker in the interpreter `python`, which is started after `prepare`; `begin` is called once it
+    runs. A cancellation stops it. Raises TrainError.
 
     If the worker of an earlier command that was killed still does the same, it is waited for.
     """
@@ -341,7 +342,7 @@ async def run_worker(
     if worker is not None and is_of(directory, spec):
         log.info("%s: the worker of an earlier command (process %d) is adopted", spec.round_id, worker.pid)
     else:
-        worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
+        worker = await WorkerProcess.start(directory, spec, prepare, python=python or trainer_python(None))
     try:
         begin()
         code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)

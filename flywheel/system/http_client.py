@@ -80,6 +80,7 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         Raises ValueError for a proxy that is not an HTTP proxy.
         """
         self._idle: deque[httpcore2.ConnectionPool] = deque()
+        self._is_closed = False
         self._proxy = _proxy_for(url) if proxies else None
         # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
         self._ssl_context = ssl_context() if url.lower().startswith("https:") else None
@@ -114,6 +115,8 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
             raise httpx2.TransportError(_root_cause(error)) from error
         finally:
             self._idle.append(pool)
+            if self._is_closed:
+                self.close()
         return httpx2.Response(response.status, headers=headers, content=self._mend(bytes(body.content)))
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -142,6 +145,8 @@ class Transport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         return seconds, request.extensions.get("max_bytes", self._max_bytes)
 
     def close(self) -> None:
+        """Close what is idle, and what is in flight when it has its answer."""
+        self._is_closed = True
         while self._idle:
             self._idle.pop().close()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,10 @@ async def many_models(task, model):
     except urllib.error.HTTPError as error:
         said.append(json.load(error)["error"]["message"])
     return {"response": json.dumps(said)}
+
+
+async def two_targets(task, model):
+    return {"response": "".join(ask({**task, "openai": each}) for each in task["models"].values())}
 
 
 async def streaming(task, model):
@@ -268,23 +274,20 @@ def with_judge(flywheel: Run, url: str, others: Path, tmp_path: Path) -> Callabl
 
 
 @pytest.mark.slow
-def test_a_class_of_agentjet_may_name_any_model(flywheel: Run, url: str, row: Path, tmp_path: Path) -> None:
-    (tmp_path / "flows.py").write_text(
-        OTHERS
-        + """
-from ajet import Workflow, WorkflowOutput
-
-
-class Whatever(Workflow):
-    async def execute(self, workflow_task, tuner):
-        at = tuner.as_oai_baseurl_apikey()
-        said = ask({"openai": {"base_url": at.base_url}, "main_query": workflow_task.task.main_query}, "whatever")
-        return WorkflowOutput(reward=1.0, metadata={"final_answer": said})
-"""
-    )
-    ran = flywheel("workflow", "check", "flows.py->Whatever", "--task", row, "--url", url, "--json")
-    assert (ran.code, ran.json["response"]) == (0, "You asked: Hello"), ran.err
-    assert [call["model"] for call in ran.json["calls"]] == ["my-agent"]
+def test_each_target_is_asked_by_its_own_name(flywheel: Run, others: Path, row: Path, tmp_path: Path) -> None:
+    server = Recorder(ScriptedModel())
+    with running(server) as url:
+        settings = {
+            "serving": {"urls": [url]},
+            "targets": {name: {"agents": [name], "alias": f"{name}-model"} for name in ("ours", "theirs")},
+            "rollout": {"agent": {"workflow": f"{others}:two_targets"}},
+        }
+        (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+        ran = flywheel("workflow", "check", "--task", row, "--json")
+    assert ran.code == 0, ran.err
+    asked = ["ours-model", "theirs-model"]
+    assert [call["model"] for call in ran.json["calls"]] == asked
+    assert [each["model"] for each in server.requests] == asked * 6
 
 
 @pytest.mark.slow
@@ -318,12 +321,12 @@ def test_an_agent_that_gives_up_a_call_or_whose_other_model_fails_cannot_be_used
     flywheel: Run, others: Path, row: Path, tmp_path: Path
 ) -> None:
     """Whatever it returns: in a round, each such rollout is without a reward."""
-    model = ScriptedModel()
+    model, is_over = ScriptedModel(), threading.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         first = await receive()
-        while b"slow" in first.get("body", b"") and (await receive())["type"] != "http.disconnect":
-            pass
+        if b"slow" in first.get("body", b""):
+            await asyncio.to_thread(is_over.wait)
         messages = iter([first])
 
         async def again() -> Any:
@@ -333,15 +336,21 @@ def test_an_agent_that_gives_up_a_call_or_whose_other_model_fails_cannot_be_used
 
     with running(slow) as url:
         for function, why in (
-            ("hurried", "1 of its 2 calls of the model failed; the first: HTTP status 499: its client gave it up"),
-            ("makes_the_best_of_it", "HTTP status 502: rollout.auxiliary_models.user does not answer"),
+            ("hurried", "nor has a retry of it (abandoned_call): it was given up before the engine had answered"),
+            ("makes_the_best_of_it", "(HTTP status 502): rollout.auxiliary_models.user does not answer"),
         ):
             user = {"base_url": "http://127.0.0.1:9/v1", "model": "small"}
             rollout = {"agent": {"workflow": f"{others}:{function}"}, "auxiliary_models": {"user": user}}
             (tmp_path / "flywheel.yaml").write_text(json.dumps({"serving": {"urls": [url]}, "rollout": rollout}))
-            ran = flywheel("workflow", "check", "--task", row)
+            ran = flywheel("workflow", "check", "--task", row, "--json")
             assert ran.code == 1
-            assert why in ran.err
+            assert why in ran.json["problems"][0]
+            [failed] = [call for call in ran.json["calls"] if call["status"] != 200]
+            assert failed["error"] == ran.json["calls"][0]["error"] != ""
+        is_over.set()
+        for thread in threading.enumerate():
+            if thread.name == "judging":
+                thread.join(60)
 
 
 @pytest.mark.slow
@@ -388,10 +397,10 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        ("silent", "it did not call the model"),
-        ("not_a_number", "the run failed (not_a_number)"),
+        ("silent", "the agent made no call of the model"),
+        ("not_a_number", "the agent failed (not_a_number)"),
         ("nothing", "it returned neither a reward nor a response with a text"),
-        ("timed", "the run failed (left_threads): it left a thread running: Thread-"),
+        ("timed", "the agent failed (left_threads): it left a thread running: Thread-"),
     ],
 )
 def test_what_a_round_would_fail_on(
@@ -447,7 +456,7 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
             "keeps_a_client",
             "differs in one process",
             [
-                "a further run of the task failed (raised): it raised HTTPError: ",
+                "a further run of the task failed: the agent failed (raised): it raised HTTPError: ",
                 "and then none at the address of the run",
             ],
         ),
@@ -481,9 +490,12 @@ def test_what_is_refused_before_a_run(flywheel: Run, url: str, others: Path, row
     ):
         ran = flywheel("workflow", "check", *arguments, "--url", url)
         assert (ran.code, why in ran.err) == (code, True), ran.err
-    ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", "http://127.0.0.1:9")
-    assert ran.code == 1
-    assert "Start `flywheel serve`" in ran.err
+    for wrong, code, why in (
+        ("http://127.0.0.1:9", 1, "Start `flywheel serve`"),
+        ("127.0.0.1:9", 78, "127.0.0.1:9 is no HTTP URL"),
+    ):
+        ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", wrong)
+        assert (ran.code, why in ran.err) == (code, True), ran.err
 
 
 @pytest.mark.slow
@@ -498,4 +510,4 @@ def test_a_command_on_a_task_of_the_state(flywheel: Run, url: str, round_due: No
     ran = flywheel("workflow", "check", "--json")
     assert ran.code == 1
     assert ran.json["response"] == ran.json["response"].strip() != ""
-    assert "it did not call the model" in ran.json["problems"][0]
+    assert "the agent made no call of the model" in ran.json["problems"][0]

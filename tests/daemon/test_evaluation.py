@@ -115,5 +115,6 @@ def test_only_what_the_engine_failed_is_undecided(cause: str, accepted: bool | N
         "verdict": None, "error": "it failed", "program": {"failure": cause}, "steps": [], "answer": "7",
         "reward": None, "criteria": [], "turns": 1,
     }  # fmt: skip
-    answer = Answer.of(round_task(), line, ["exact"])
-    assert (answer.accepted, answer.values[SCORE]) == (accepted, score)
+    line["truncated"] = False
+    answer = Answer.of(round_task(), line, load_rubric(BOXED_RUBRIC))
+    assert (answer.accepted, answer.case.values[SCORE]) == (accepted, score)

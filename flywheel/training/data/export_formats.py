@@ -11,12 +11,12 @@ import contextlib
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 import orjson
 
@@ -29,6 +29,9 @@ from flywheel.system.files import json_line
 from flywheel.training.data import chat_messages
 from flywheel.training.data.chat_messages import LeftOut
 from flywheel.training.data.pairs import Reply
+
+if TYPE_CHECKING:
+    from flywheel.store.views.task_list import ExportedTask
 
 Record = dict[str, Any]
 
@@ -63,20 +66,8 @@ class FormatName(StrEnum):
     PARQUET = "parquet"
 
 
-@dataclass(frozen=True, slots=True)
-class ExportSample:
-    """A task line with its verdict."""
-
-    line: dict[str, Any]
-    state: TaskState
-    score: float | None
-    """0…1, None without a verdict."""
-    results: Sequence[Mapping[str, Any]] = ()
-    """Those of the criteria (`CriterionResult`)."""
-    rubric: str = ""
-    """Its hash, empty without a verdict."""
-
-
+States = Literal["accepted", "pending", "rejected", "all"]
+Splits = Literal["train", "held-out", "all"]
 Write = Callable[[Record], object]
 
 
@@ -121,12 +112,12 @@ def _has_own_type(value: Any) -> bool:
     return isinstance(value, float)
 
 
-def agentjet(sample: ExportSample) -> Record:
+def agentjet(sample: ExportedTask) -> Record:
     """The fields of AgentJet's `Task`, for its `jsonl` task reader."""
     return {key: sample.line[key] for key in AGENTJET}
 
 
-def trinity(sample: ExportSample) -> Record:
+def trinity(sample: ExportedTask) -> Record:
     """A row for Trinity-RFT: `question` and `answer` for its workflows, `messages` for its SFT reader.
 
     `messages` and `tools` are JSON text, which its formatter decodes: lists of objects would be aligned to one schema
@@ -145,7 +136,7 @@ def trinity(sample: ExportSample) -> Record:
     }
 
 
-def grpo(sample: ExportSample) -> Record:
+def grpo(sample: ExportedTask) -> Record:
     """A prompt; the other columns are what reward functions get as keyword arguments."""
     line = sample.line
     return {
@@ -159,7 +150,7 @@ def grpo(sample: ExportSample) -> Record:
     }
 
 
-def sft(sample: ExportSample) -> Record:
+def sft(sample: ExportedTask) -> Record:
     """Prompt and completion, so that the loss is on this reply alone: earlier turns had verdicts of their own."""
     line = sample.line
     return {
@@ -171,7 +162,7 @@ def sft(sample: ExportSample) -> Record:
     }
 
 
-def dpo(chosen: ExportSample, rejected: ExportSample) -> Record:
+def dpo(chosen: ExportedTask, rejected: ExportedTask) -> Record:
     """One prompt with a better and a worse reply."""
     return {
         "prompt": chat_messages.prompt(chosen.line),
@@ -185,16 +176,15 @@ def dpo(chosen: ExportSample, rejected: ExportSample) -> Record:
     }
 
 
-def reply_of(number: int, sample: ExportSample) -> tuple[bytes, Reply[int]]:
+def reply_of(sample: ExportedTask) -> tuple[bytes, Reply[int]]:
     """The hash of a reply's prompt and tools, and the reply with that of all it says. Raises LeftOut for one that
     cannot be in a pair."""
     line = sample.line
     said = said_in(chat_messages.reply(line))
     if sample.score is None:
         raise LeftOut("there is no score")
-    return _digest([chat_messages.prompt(line), chat_messages.tools(line)]), Reply(
-        number, _digest(said), sample.score
-    )
+    of_prompt = _digest([chat_messages.prompt(line), chat_messages.tools(line)])
+    return of_prompt, Reply(sample.id, _digest(said), sample.score)
 
 
 def _digest(value: Any) -> bytes:
@@ -202,7 +192,7 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def verl(sample: ExportSample) -> Record:
+def verl(sample: ExportedTask) -> Record:
     line = sample.line
     about = line["metadata"]
     return {
@@ -288,7 +278,7 @@ def parquet(
         write_rows()
 
 
-def row(sample: ExportSample) -> Record:
+def row(sample: ExportedTask) -> Record:
     """A reply. Criteria are named by their rubric, so that those of two rubrics are never one column:
     `value.RUBRIC.ID` and `passed.RUBRIC.ID`."""
     line, rubric = sample.line, sample.rubric

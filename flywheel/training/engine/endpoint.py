@@ -20,14 +20,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from flywheel.secrets import redact_secrets
 from flywheel.system.http_client import async_client
-from flywheel.system.terminal import quantity
+from flywheel.system.terminal import excerpt, quantity
 from flywheel.system.web_server import CLIENT_GONE, BackgroundServer, bound_socket, unless_left
 from flywheel.training.engine.session import Session, SessionReply, refusal
 from flywheel.training.program.agent_program import AgentProgram
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
+MOST_SHOWN: Final = 200
+"""Characters of another server's error."""
 
 
 class RolloutEndpoint:
@@ -225,7 +228,13 @@ class OtherModels:
 def failure_of(response: Response) -> str:
     """Why an auxiliary model gave no answer, which is no fault of the request; empty otherwise."""
     status = response.status_code
-    return f"an auxiliary model failed (HTTP status {status})" if status >= 500 or status == 429 else ""
+    if status < 500 and status != 429:
+        return ""
+    try:
+        why = redact_secrets(SessionReply(status, json.loads(bytes(response.body))).error)
+    except (ValueError, AttributeError):
+        why = ""
+    return f"an auxiliary model failed (HTTP status {status}){f': {excerpt(why, MOST_SHOWN)}' if why else ''}"
 
 
 def listed(asked: Mapping[str, int]) -> str:

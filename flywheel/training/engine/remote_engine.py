@@ -27,7 +27,7 @@ from flywheel.system.http_client import CallError, model_client, post_chat, retr
 from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
-from flywheel.training.engine.served_application import Limits
+from flywheel.training.engine.served_application import BASE_MODEL, Limits
 from flywheel.training.engine.session import OF_REQUEST
 from flywheel.training.program.agent_program import ModelEndpoint
 
@@ -44,7 +44,7 @@ REFUSALS: Final[Mapping[int, str]] = {
 }
 """Statuses that every other call would get too, until one was answered, with the remedy."""
 OF_ENGINE: Final = (
-    "model", "n", "seed", "logprobs", "top_logprobs", "return_token_ids", "include_reasoning",
+    "n", "seed", "logprobs", "top_logprobs", "return_token_ids", "include_reasoning",
 )  # fmt: skip
 """What a session adds to requests for its own engine; some endpoints reject it."""
 _REASONING_START: Final = re.compile(
@@ -84,13 +84,16 @@ class RemoteApplication:
         asked = {name: value for name, value in body.items() if name not in OF_ENGINE}
         if limits.tokens is not None:
             asked["max_tokens"] = limits.tokens
-        asked = {"model": self._model.model, **asked, "stream": False}
+        if asked.get("model") in (None, BASE_MODEL):
+            asked["model"] = self._model.model
+        asked["stream"] = False
         async with asyncio.timeout_at(limits.until):
             return await in_daemon_thread(partial(self._answer, json.dumps(asked).encode()))
 
     def close(self) -> None:
-        """Make no further attempt. Connections are closed when nothing holds the client any more."""
+        """Make no further attempt."""
         self._stop.set()
+        self._client.close()
 
     def _answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
         attempts = retrying(ATTEMPTS, self._seconds, self._stop)

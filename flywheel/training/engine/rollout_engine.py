@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 from flywheel.config.file import Config
 from flywheel.judge.rubric.checks.degenerate import find_loop
@@ -32,6 +32,9 @@ MAX_CALL_TEXT: Final = 200
 class RolloutEngine:
     """Base class. One that derives from it sets `_application`, which answers chat requests, before the first
     rollout."""
+
+    session: ClassVar[type[Session]] = Session
+    """Of each rollout."""
 
     def __init__(self) -> None:
         self._application: Any = None
@@ -122,7 +125,7 @@ class RolloutEngine:
 
     def _session(self, request: RolloutRequest, **more: Any) -> Session:
         """A session of this request, with `more` of its arguments."""
-        return Session(
+        return self.session(
             self._application,
             request.adapter,
             as_served=request.as_served,
@@ -228,6 +231,25 @@ class ProgramSetup:
     frozen: Mapping[str, LoadedAdapter | None] = field(default_factory=dict)
     needs_reward: bool = False
     rewards_loops: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        settings: Config,
+        trained: str,
+        models: Mapping[str, str] | None = None,
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
+    ) -> Self:
+        """That of these settings, with `models` beside the one that is trained, which is named by their alias."""
+        rollout = settings.rollout
+        return cls(
+            models={trained: settings.model.alias, **(models or {})},
+            trained=trained,
+            max_turns=rollout.max_turns,
+            frozen=frozen or {},
+            needs_reward=rollout.weights.workflow > 0,
+            rewards_loops=rollout.loop_reward is not None,
+        )
 
 
 async def roll_out(

@@ -81,11 +81,13 @@ def answer_alone(
     settings: Config,
     collector: Collector,
     directory: Path,
+    *,
+    at_once: int | None = None,
 ) -> dict[str, int]:
-    """Let one adapter, or the base model, answer, and write the answers to the round's directory. Returns the
-    usage."""
+    """Let one adapter, or the base model, answer, and write the answers to the round's directory. Returns the usage.
+    A server elsewhere has at most so many requests `at_once`."""
     asked = requests(prompts, (adapter,), spec, settings, settings.gate.samples_for(len(prompts)))
-    batch = collector.collect(asked, most_open=most_open(settings))
+    batch = collector.collect(asked, most_open=at_once or most_open(settings))
     write_answers(directory, batch.rollouts)
     return batch.usage()
 

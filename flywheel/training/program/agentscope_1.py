@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,22 @@ _MISSING: Final = """\
 import importlib.util, sys
 print(*(name for name in sys.argv[1:] if name not in sys.modules and importlib.util.find_spec(name) is None))
 """
+
+
+def make(
+    rollout: Mapping[str, Any], folder: Path, requirements: Sequence[Path]
+) -> tuple[Path, dict[str, list[Path]]]:
+    """Make an environment in `folder` for the workflow of the settings `rollout`, with the packages that the files of
+    pip's `requirements` name. Returns its interpreter, and the modules that it lacks, as `imports_of`. Raises
+    ConfigError and ExportError."""
+    if not isinstance(rollout["agent"], Mapping) or rollout["agent"].get("workflow") is None:
+        why = "rollout.agent names no workflow"
+        raise ConfigError("make an environment", why, "Name one there, or as FILE.py:function on the command line.")
+    imports = imports_of(rollout)
+    python = _made(folder, requirements)
+    command = [str(python), "-I", "-c", _MISSING, *sorted(imports)]
+    lacking = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return python, {module: imports[module] for module in lacking}
 
 
 def imports_of(rollout: Mapping[str, Any]) -> dict[str, list[Path]]:
@@ -52,9 +68,8 @@ def imports_of(rollout: Mapping[str, Any]) -> dict[str, list[Path]]:
     return {module: own for module, own in found.items() if module not in PROVIDED}
 
 
-def make(folder: Path, requirements: Sequence[Path]) -> Path:
-    """The interpreter of a new environment in `folder`, with the packages that the files of pip's `requirements`
-    name. The folder appears when it is complete. Raises ExportError."""
+def _made(folder: Path, requirements: Sequence[Path]) -> Path:
+    """The interpreter of a new environment, whose folder appears when it is complete. Raises ExportError."""
     attempted = f"make the environment {folder}"
     if os.path.lexists(folder):
         raise ExportError(attempted, "it exists already", "Remove it, or name another folder with --output.")
@@ -76,12 +91,6 @@ def make(folder: Path, requirements: Sequence[Path]) -> Path:
     except OSError as error:
         raise ExportError(attempted, error.strerror or str(error), "Name a folder of yours with --output.") from error
     return folder / "bin" / "python"
-
-
-def missing(python: Path, modules: Iterable[str]) -> list[str]:
-    """Which top-level modules an environment lacks."""
-    command = [str(python), "-I", "-c", _MISSING, *sorted(modules)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
 def _run(command: Sequence[str], attempted: str, hint: str) -> None:

@@ -57,18 +57,10 @@ class UsersAgent:
         """Start it on the engines, with the models of all targets."""
         if self.program is None:
             return
-        alias = settings.model.alias
-        trained = self._spec.target or alias
         if self._loaded is None:
             self._loaded = {each.alias: self._adapters.load_saved(each.adapter) for each in self.frozen}
-        setup = ProgramSetup(
-            models={trained: alias, **{each.target: each.alias for each in self.frozen}},
-            trained=trained,
-            frozen=self._loaded,
-            max_turns=settings.rollout.max_turns,
-            needs_reward=settings.rollout.weights.workflow > 0,
-            rewards_loops=settings.rollout.loop_reward is not None,
-        )
+        others = {each.target: each.alias for each in self.frozen}
+        setup = ProgramSetup.of(settings, self._spec.target or settings.model.alias, others, self._loaded)
         dumped = settings.model_dump(mode="json")
         found, *_ = ray_cluster.everywhere(self._engines, lambda engine: engine.use_program.remote(dumped, setup))
         log.info("the agent of rollouts: %s", found)

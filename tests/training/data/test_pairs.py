@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
 from flywheel.training.data import pairs
-from flywheel.training.data.export_formats import ExportSample, reply_of
+from flywheel.training.data.export_formats import reply_of
 from flywheel.training.data.pairs import ALONE, CLOSE, SAME, USED_UP, Pairs, Reply, matched
 from flywheel.training.data.rollout import Rollout, RolloutBatch
 from flywheel.training.data.samples import RecordedReply, Sample
 from tests.factories.task import round_task
 from tests.factories.trace import reply
-from tests.training.data.formats.filling import call, result
+from tests.training.data.formats.filling import call, exported, result
 from tests.training.data.rollouts import failed, missed, rollout
 
 REWARDS = st.lists(
@@ -189,7 +188,7 @@ def test_replies_that_differ_in_their_calls_alone_differ() -> None:
     def of(number: int, arguments: str) -> object:
         steps = (call(number, "add", arguments), result(number, "add", "2"))
         line = task_line(reply(1, trajectory=steps), "studio")
-        _, one = reply_of(1, ExportSample(line, TaskState.ACCEPTED, 1.0))
+        _, one = reply_of(exported(line))
         return one.says
 
     assert of(1, '{"a": 1, "b": 2}') == of(2, '{"b": 2, "a": 1}'), "the ids of calls say nothing"

@@ -11,12 +11,15 @@ import httpx2
 import openai
 import pytest
 
+from flywheel.secrets import REDACTED
 from flywheel.training.engine.endpoint import OtherModels, RolloutEndpoint, listed, undecided
 from flywheel.training.engine.session import Session
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 from tests.training.engine.scripted_application import QUESTION, ScriptedApplication, session
+
+SECRET = "sk-of-the-auxiliary-model"
 
 
 @asynccontextmanager
@@ -61,12 +64,17 @@ async def test_the_name_of_an_auxiliary_model_is_answered_by_it_and_never_record
     ]
 
 
-async def test_the_auxiliary_models_key_is_its_own_and_its_errors_are_the_clients() -> None:
+async def test_the_auxiliary_models_key_is_its_own_and_its_errors_are_the_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("USER_API_KEY", SECRET)
     keys: list[str] = []
 
     async def refusing(scope: Any, receive: Any, send: Any) -> None:
         keys.extend(value.decode() for name, value in scope["headers"] if name == b"authorization")
-        body = json.dumps({"error": {"message": "too many", "type": "rate_limit", "code": 429}}).encode()
+        body = json.dumps(
+            {"error": {"message": f"too many for {SECRET}", "type": "rate_limit", "code": 429}}
+        ).encode()
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 429, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -77,7 +85,8 @@ async def test_the_auxiliary_models_key_is_its_own_and_its_errors_are_the_client
             with pytest.raises(openai.RateLimitError, match="too many"):
                 await say(client, "user")
     assert keys == ["Bearer key-1"]
-    assert rollout.fault == ("engine_error", "an auxiliary model failed (HTTP status 429)")
+    why = f"an auxiliary model failed (HTTP status 429): too many for {REDACTED}"
+    assert rollout.fault == ("engine_error", why)
 
 
 async def test_an_auxiliary_model_that_cannot_be_reached_is_named() -> None:
@@ -86,7 +95,10 @@ async def test_an_auxiliary_model_that_cannot_be_reached_is_named() -> None:
         with pytest.raises(openai.APIStatusError, match=r"rollout\.auxiliary_models\.user does not answer") as failed:
             await say(client, "user")
     assert (failed.value.status_code, rollout.calls) == (502, ())
-    assert rollout.fault == ("engine_error", "an auxiliary model failed (HTTP status 502)")
+    assert rollout.fault is not None
+    assert rollout.fault[1].startswith(
+        "an auxiliary model failed (HTTP status 502): rollout.auxiliary_models.user does"
+    )
 
 
 async def test_a_retry_that_an_auxiliary_model_answers_mends_what_failed() -> None:

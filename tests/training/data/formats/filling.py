@@ -17,6 +17,7 @@ from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.verdicts import point
+from flywheel.store.views.task_list import ExportedTask
 from tests.factories.trace import START, reply
 
 SYSTEM = {"role": "system", "content": "You do sums."}
@@ -162,6 +163,11 @@ def add_verdict(conn: Connection, task: int, outcome: Outcome, score: float | No
         )
     )
     point(conn, [task])
+
+
+def exported(told: dict[str, Any], score: float = 1.0, results: Iterable[Any] = (), rubric: str = "") -> ExportedTask:
+    """An accepted task with this line."""
+    return ExportedTask(1, told, TaskState.ACCEPTED, None, Outcome.ACCEPTED, score, list(results), rubric)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

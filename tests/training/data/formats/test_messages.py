@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
 from flywheel.training.data.chat_messages import LeftOut, messages
-from flywheel.training.data.export_formats import FORMATS, ExportSample, FormatName
+from flywheel.training.data.export_formats import FORMATS, FormatName
 from tests.factories.trace import reply
 from tests.training.data.formats.conftest import Exported
-from tests.training.data.formats.filling import bad, good, lines
+from tests.training.data.formats.filling import bad, exported, good, lines
 
 FLAT = [{"name": "f", "arguments": {"a": 1}}]
 ODD: dict[str, Any] = {
@@ -47,7 +46,7 @@ def test_ids_and_names_are_texts() -> None:
 )
 def test_a_call_of_another_shape_is_left_out(name: FormatName, where: str, calls: Any) -> None:
     told = reply(1, **{where: (said(calls),)})
-    sample = ExportSample(task_line(told, "/a", "t"), TaskState.ACCEPTED, 1.0)
+    sample = exported(task_line(told, "/a", "t"))
     if where == "trajectory" and name in (FormatName.TRL_GRPO, FormatName.VERL):
         assert FORMATS[name].record(sample)
         return
@@ -59,7 +58,7 @@ def test_a_call_of_another_shape_is_left_out(name: FormatName, where: str, calls
 def test_a_reply_with_a_call_that_is_no_target_is_left_out(name: FormatName) -> None:
     told = task_line(reply(1, trajectory=({**said(FLAT), "weight": 0},)), "/a", "t")
     with pytest.raises(LeftOut, match="not to be trained on"):
-        FORMATS[name].record(ExportSample(told, TaskState.ACCEPTED, 1.0))
+        FORMATS[name].record(exported(told))
 
 
 @pytest.mark.parametrize("name", [each for each in FormatName if FORMATS[each].suffix == "jsonl"])

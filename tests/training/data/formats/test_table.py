@@ -19,11 +19,12 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.verdicts import point
-from flywheel.training.data.export_formats import ExportSample, csv_rows, named, parquet_rows, row
+from flywheel.store.views.task_list import ExportedTask
+from flywheel.training.data.export_formats import csv_rows, named, parquet_rows, row
 from tests.cli.conftest import Run
 from tests.factories.state import write_state
 from tests.factories.trace import START, reply
-from tests.training.data.formats.filling import Judged, bad, every_kind, fill, good, line
+from tests.training.data.formats.filling import Judged, bad, every_kind, exported, fill, good, line
 
 TEXT = st.text(st.characters(), max_size=30) | st.sampled_from(
     [
@@ -152,10 +153,10 @@ def test_parquet_has_the_same_with_types(flywheel: Run, home: Path) -> None:
     assert found[3]["score"] is None
 
 
-def sample(question: str, answer: str, criterion: str) -> ExportSample:
+def sample(question: str, answer: str, criterion: str) -> ExportedTask:
     made = line(reply(1))
     made = {**made, "question": question, "answer": answer}
-    return ExportSample(made, TaskState.ACCEPTED, 0.5, [result(criterion, 0.1, passed=True)], HASHES["first"])
+    return exported(made, 0.5, [result(criterion, 0.1, passed=True)], HASHES["first"])
 
 
 def stored(text: str) -> str:

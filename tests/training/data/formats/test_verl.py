@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from flywheel.records.states import TaskState
-from flywheel.training.data.export_formats import ROW_GROUP, ExportSample, parquet, verl, verl_schema
+from flywheel.training.data.export_formats import ROW_GROUP, parquet, verl, verl_schema
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported, Load
 from tests.training.data.formats.filling import (
     Judged,
     after_tools,
     every_kind,
+    exported,
     good,
     later_turn,
     line,
@@ -73,7 +73,7 @@ def test_rows_are_written_in_groups_and_all_of_them() -> None:
     kinds = [reply(1), with_tools(2), after_tools(3)]
     with parquet(file, frozenset({"prompt"}), schema=verl_schema) as write:
         for number in range(ROW_GROUP * 2 + 7):
-            write(verl(ExportSample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
+            write(verl(exported(line(kinds[number % 3]))))
     import pyarrow.parquet as pq
 
     made = pq.ParquetFile(io.BytesIO(file.getvalue()))
