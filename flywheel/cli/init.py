@@ -1,12 +1,10 @@
-"""`flywheel init` and `flywheel docs`: the files that Flywheel ships, to edit and to read."""
+"""`flywheel init`: the files that Flywheel ships, to edit."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -234,40 +232,3 @@ def _check(config: Path) -> None:
     typer.echo("")
     show([each for each in findings if each.result.value in ("warning", "failed")], counts)
     typer.echo(f"Edit {config}; `flywheel doctor` checks again, and `flywheel run` starts the daemon.")
-
-
-@app.command()
-def docs(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="Name of a page. Default: list all pages.")
-    ] = None,
-) -> None:
-    """Show a page of the documentation."""
-    pages = files.documentation_pages()
-    if page is None:
-        width = max(map(len, pages)) + 2
-        for name, path in pages.items():
-            title = path.read_text().partition("\n")[0].lstrip("# ")
-            typer.echo(f"{name:<{width}}{title}")
-        return
-    if page not in pages:
-        raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")
-    text = pages[page].read_text()
-    if not sys.stdout.isatty():
-        typer.echo(text, nl=False)
-        return
-    _page(re.sub(r"(?m)^!\[.*\]\(.*\)\n", "", text))
-
-
-def _page(markdown: str) -> None:
-    """Show a text in the user's pager, in colour where the pager is `less`, which is told to pass colours on."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    pager = os.environ.get("MANPAGER") or os.environ.get("PAGER") or "less"
-    in_colour = Path(pager.split()[0]).name == "less" and shutil.which(pager.split()[0]) is not None
-    if in_colour:
-        os.environ["LESS"] = f"{os.environ.get('LESS', '')} -R".strip()
-    console = Console()
-    with console.pager(styles=in_colour):
-        console.print(Markdown(markdown, hyperlinks=False))

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from flywheel.cli.app import app
 from tests.cli.conftest import Run
 from tests.daemon.rounds.workers import works
+from tests.factories.commands import root
 from tests.factories.config import told_settings, write_yaml
 
 
@@ -31,7 +30,7 @@ def commands(group: Any, name: str = "flywheel") -> Iterator[tuple[str, Any]]:
 
 def test_every_command_with_a_configuration_takes_settings() -> None:
     found = {name: {option for each in command.params for option in each.opts} for name, command in
-             commands(typer.main.get_command(app))}  # fmt: skip
+             commands(root())}  # fmt: skip
     assert {name for name, options in found.items() if "--config" in options} == {
         name for name, options in found.items() if "--set" in options
     }
