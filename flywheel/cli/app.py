@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
 
@@ -28,6 +29,7 @@ from flywheel.system.files import documentation_pages, expanded, tidied
 from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from sqlalchemy import Connection
 
     from flywheel.config.file import Config
@@ -64,6 +66,21 @@ _FROM_HOME: Final = re.compile(r"(--[\w-]+=)(~.*)", re.DOTALL)
 """An option with a path whose `~` shells leave to the program."""
 _UNCUT: Final = 1_000
 """More characters than the first sentence of any help text has."""
+
+
+class _Stdout(FileIO):
+    """Stdout, which is written no more after an error."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Raises BrokenPipeError where the reader closed the pipe (`| head`), and ExportError otherwise."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            _discard(_STDOUT)
+            if isinstance(error, BrokenPipeError):
+                raise
+            why = error.strerror or str(error)
+            raise ExportError("write to stdout", why, "Free space on its device.") from error
 
 
 class CommandGroup(TyperGroup):
@@ -472,36 +489,24 @@ def main() -> None:
             os.environ.pop(name, None)
     stdout = sys.stdout
     # Others, such as a test's stream, stay as they are.
-    if stdout is not None and stdout is sys.__stdout__:
-        buffering = 1 if stdout.line_buffering or stdout.write_through else -1
-        # People see what their terminal can show. Programs read JSON, which escapes what cannot be encoded.
-        sys.stdout = stdout = open(  # noqa: SIM115 - it is a number, and stays open
-            _STDOUT, "w", buffering, stdout.encoding, "replace", closefd=False
+    if stdout is sys.__stdout__ and isinstance(stdout, TextIOWrapper):
+        stdout = sys.stdout = TextIOWrapper(
+            BufferedWriter(_Stdout(_STDOUT, "w", closefd=False)),
+            encoding=stdout.encoding,
+            # People see what their terminal can show. Programs read JSON, which escapes what cannot be encoded.
+            errors="replace",
+            line_buffering=stdout.line_buffering,
+            write_through=stdout.write_through,
         )
-    code, raised = 0, None
     try:
         code = _run()
-    except (FlywheelError, OSError) as error:
-        raised = error
-    try:
-        if isinstance(raised, FlywheelError) and "--json" in sys.argv:
-            print_json({"error": str(raised)})
         if stdout is not None:
             stdout.flush()
     except BrokenPipeError:
-        # The reader closed the pipe (`| head`).
-        _discard(_STDOUT)
-        code, raised = EXIT_UNREAD, None
-    except OSError as error:
-        # What stdout has refused is still in its buffer, so that it is refused again.
-        _discard(_STDOUT)
-        if not isinstance(raised, FlywheelError):
-            raised = ExportError("write to stdout", error.strerror or str(error), "Free space on its device.")
-    if isinstance(raised, FlywheelError):
-        complain(raised)
-        code = raised.exit_code
-    elif raised is not None:
-        raise raised
+        code = EXIT_UNREAD
+    except ExportError as error:
+        complain(error)
+        code = error.exit_code
     try:
         sys.stderr.flush()
     except OSError:
@@ -512,6 +517,11 @@ def main() -> None:
 def _run() -> int:
     try:
         app()
+    except FlywheelError as error:
+        if "--json" in sys.argv:
+            print_json({"error": str(error)})
+        complain(error)
+        return error.exit_code
     except SystemExit as end:
         # So Typer and rich end where the reader closed the pipe.
         if isinstance(end.__context__, BrokenPipeError):
