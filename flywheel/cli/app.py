@@ -46,9 +46,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "deploy": "rounds", "rollback": "rounds", "show": "tasks", "rollouts": "rollouts", "prune": "prune",
     "forget": "forget", "backup": "backup", "restore": "backup", "status": "status", "audit": "audit", "why": "why",
     "dead-letters": "dead_letters", "label": "labels", "labels": "labels", "web": "servers", "serve": "servers",
-    "export": "export", "migrate": "migrate", "demo": "demo", "init": "init", "docs": "docs", "doctor": "doctor",
-    "train": "train", "tasks": "tasks", "rubric": "rubric", "workflow": "workflow", "retrieval": "retrieval",
-    "config": "settings",
+    "export": "export", "migrate": "migrate", "demo": "demo.command", "init": "init", "docs": "docs",
+    "doctor": "doctor", "train": "train", "tasks": "tasks", "rubric": "rubric", "workflow": "workflow",
+    "retrieval": "retrieval", "config": "settings",
 }  # fmt: skip
 """The module of each command, in the order of `--help`."""
 ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "explain": "why"}

@@ -1,4 +1,4 @@
-"""`flywheel tasks from-documents`: a model writes tasks from documents. They are held until a person releases them.
+"""A model writes tasks from documents. They are held until a person releases them.
 
 The order of the passages depends on their texts and the seed alone, and the key of a task on passage, model and
 number: the command given again asks only for what is missing.
@@ -10,18 +10,16 @@ import asyncio
 import hashlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
-from flywheel.cli.app import absolute, open_state
-from flywheel.cli.filter import USAGE
-from flywheel.cli.progress_bars import of_tasks
 from flywheel.config.file import Config
 from flywheel.config.judge import JudgeSettings
 from flywheel.daemon.judging.judging_report import cost_of
@@ -39,6 +37,7 @@ from flywheel.records.verdict import Verdict
 from flywheel.sources.documents import SUFFIXES, Passage, passages_of
 from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.store import claims, judge_usage, ledger
+from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import task_list
 from flywheel.system.signals import unless_stopped
@@ -46,37 +45,55 @@ from flywheel.system.signals import unless_stopped
 DOCUMENTS: Final = "documents"
 """The type of the source, and the agent of its tasks, by which `targets.NAME.agents` takes them."""
 OUTCOMES: Final = ("held", "refused", "repeated", "undecided")
+USAGE: Final = ("calls", "prompt_tokens", "completion_tokens")
+
+Documents = tuple[list[Passage], dict[str, str]]
+"""The passages of a directory in their order, and why other files are left out."""
+Progress = Callable[[int], AbstractContextManager[Callable[[], None]]]
+"""Begins to show how many of so many are written."""
 
 
-async def run(
-    config: Config, directory: Path, count: int, model: str | None, seed: int, *, dry_run: bool, quiet: bool
-) -> tuple[dict[str, Any], FlywheelError | None]:
-    """Have tasks written and stored; the report, and the error that ended it. Raises ConfigError without any text."""
-    attempted, source = f"write tasks from the documents in {directory}", absolute(directory)
-    passages, left_out = passages_of(source)
+def documents_in(directory: Path, seed: int) -> Documents:
+    """Raises ConfigError without any text."""
+    passages, left_out = passages_of(directory)
     if not passages:
         why = "; ".join([f"no {' or '.join(SUFFIXES)} file there has text", *map(": ".join, left_out.items())])
+        attempted = f"write tasks from the documents in {directory}"
         raise ConfigError(attempted, why, "Name a directory with documents in UTF-8.")
-    passages.sort(key=lambda each: _id(seed, each.text))
+    return sorted(passages, key=lambda each: _id(seed, each.text)), left_out
+
+
+async def write_tasks(
+    store: Store,
+    config: Config,
+    directory: Path,
+    found: Documents,
+    count: int,
+    model: str | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Any], FlywheelError | None]:
+    """Have tasks written and stored; without `progress`, no model is asked. The report, and the error that ended it
+    early."""
+    passages, left_out = found
     # The prices are those of the configured judge.
     settings = config.judge if model is None else config.judge.model_copy(update={"model": model, "prices": None})
-    entering, loop, error = _Entering(config, source, settings), asyncio.get_running_loop(), None
-    async with open_state(config, "view" if dry_run else "open") as store:
-        due = await store.read(entering.due, passages, count)
-        spent = await store.read(judge_usage.tokens_today)
+    entering, loop, error = _Entering(config, directory, settings), asyncio.get_running_loop(), None
+    due = await store.read(entering.due, passages, count)
+    spent = await store.read(judge_usage.tokens_today)
 
-        def write(stop: threading.Event) -> bool:
-            with closing(JudgeClient(settings)) as client, of_tasks("writing", len(due), quiet=quiet) as step:
-                writer, budget = TaskWriter(client, settings), Budget(settings.budget, lambda: spent)
-                asked = ((each, each) for each in due)
-                for each, verdict in grade_all(writer, asked, settings.max_thread, stop, budget=budget):
-                    asyncio.run_coroutine_threadsafe(store.write(entering.enter, each, verdict), loop).result()
-                    step()
-            return True
+    def write(begun: AbstractContextManager[Callable[[], None]], stop: threading.Event) -> bool:
+        with closing(JudgeClient(settings)) as client, begun as step:
+            writer, budget = TaskWriter(client, settings), Budget(settings.budget, lambda: spent)
+            asked = ((each, each) for each in due)
+            for each, verdict in grade_all(writer, asked, settings.max_thread, stop, budget=budget):
+                asyncio.run_coroutine_threadsafe(store.write(entering.enter, each, verdict), loop).result()
+                step()
+        return True
 
+    if due and progress is not None:
+        attempted, left = f"write tasks from the documents in {directory}", "What was written is stored."
         try:
-            if due and not dry_run:
-                await unless_stopped(write, config.daemon.drain_seconds, attempted, "What was written is stored.")
+            await unless_stopped(partial(write, progress(len(due))), config.daemon.drain_seconds, attempted, left)
         except FlywheelError as ended:
             error = ended
     counts, usage = ({name: entering.counts[name] for name in names} for names in (OUTCOMES, USAGE))
@@ -91,7 +108,7 @@ async def run(
         "estimated_tokens": sum(estimate_tokens(messages(each)) for each in due),
         "usage": usage,
         "cost": cost_of(**usage, prices=settings.prices).price,
-        "dry_run": dry_run,
+        "dry_run": progress is None,
         "error": str(error) if error else None,
     }
     return report, error
