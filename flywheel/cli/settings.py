@@ -140,8 +140,8 @@ def _walked(value: Any, key: str, *, is_given: bool) -> Iterator[Setting]:
         value = [item.model_dump() if isinstance(item, OwnStage) else item for item in value]
     items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
     if items and all(isinstance(item, BaseModel) for item in items.values()):
-        for name, item in items.items():
-            yield from _walked(item, f"{key}.{name}", is_given=True)
+        for at, item in items.items():
+            yield from _walked(item, f"{key}.{at}", is_given=True)
         return
     yield Setting(key, value, GIVEN if is_given else DEFAULT)
 
