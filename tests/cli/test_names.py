@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.cli.app import ALIASES, HINTS
+from flywheel.cli.app import ALIASES, COMMANDS, HINTS
 from tests.cli.conftest import Run
 from tests.factories.commands import root
 
@@ -56,6 +56,14 @@ def test_another_name_is_the_same_command(flywheel: Run, alias: str) -> None:
 def test_another_name_does_it(flywheel: Run, configs: tuple[Path, Path]) -> None:
     assert flywheel("judge", "-c", configs[0], "--json").json["judged"] == 0
     assert "explain nothing" in flywheel("explain", "nothing", "-c", configs[0]).err
+
+
+def test_each_command_is_in_the_module_that_is_imported_for_it() -> None:
+    commands = root().commands
+    assert list(commands) == list(COMMANDS)
+    for name, command in commands.items():
+        [own, *_] = getattr(command, "commands", {}).values() or [command]
+        assert own.callback is not None and own.callback.__module__ == f"flywheel.cli.{COMMANDS[name]}", name
 
 
 def test_a_hint_names_a_command_that_is_there(flywheel: Run) -> None:
