@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,19 +13,17 @@ import typer
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
-    absolute,
     app,
     ask,
     command_group,
     complain,
     load_config,
-    open_state,
     print_json,
     read_state,
     run_async,
 )
 from flywheel.cli.tables import Row, counted, print_rows, spent, stdout
-from flywheel.errors import EXIT_USAGE, FlywheelError, StoreError
+from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.records import skipping
 from flywheel.records.states import SkipReason, TaskState
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from sqlalchemy import Connection
 
-    from flywheel.config.file import Config
 
 tasks_app = command_group(
     "tasks", "List tasks with their verdicts; release or reject held tasks.", no_args_is_help=False
@@ -209,12 +205,14 @@ def from_documents(
     A task with a quote that does not occur in its document is refused. The command given again asks for what is
     missing.
     """
+    from flywheel.cli import documents
     from flywheel.daemon.document_tasks import OUTCOMES
 
     if not directory.is_dir():
         raise typer.BadParameter(f"there is no directory {directory}", param_hint="DIR")
     settings, quiet = load_config(config or context.obj[0]), as_json or context.obj[1]
-    report, error = run_async(_written(settings, directory, count, model, seed, is_asked=not dry_run, quiet=quiet))
+    writing = documents.run(settings, directory, count, model, seed, dry_run=dry_run, quiet=quiet)
+    report, error = run_async(writing)
     if quiet:
         print_json(report)
     else:
@@ -231,19 +229,6 @@ def from_documents(
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
-
-
-async def _written(
-    config: Config, directory: Path, count: int, model: str | None, seed: int, *, is_asked: bool, quiet: bool
-) -> tuple[dict[str, Any], FlywheelError | None]:
-    from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.document_tasks import documents_in, write_tasks
-
-    source = absolute(directory)
-    found = documents_in(source, seed)
-    progress = partial(of_tasks, "writing", quiet=quiet) if is_asked else None
-    async with open_state(config, "open" if is_asked else "view") as store:
-        return await write_tasks(store, config, source, found, count, model, progress)
 
 
 @app.command()
