@@ -37,8 +37,8 @@ is an error that names it.
 `--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted
 path (`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file
 (`ajet.model.path`); a key without effect is an error that names Flywheel's key. VALUE is
-YAML and replaces all that stands there. `flywheel config show` prints each setting in effect with its origin: the
-line of the file, `--set`, or the default.
+YAML and replaces all that stands there. `flywheel config show` prints each setting in effect with its origin: given
+in the file, `--set`, or the default.
 
 Configurations made for AgentJet or ASTuner, which have `ajet:`, `astuner:`, `task_reader:` or `feedback_tracing:` at
 their root, are read as well: [each of their keys](../how-to/agentjet.md#every-key) is used, refused with the reason,

@@ -20,7 +20,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from flywheel.cli.app import MODULES, app
+from flywheel.cli.app import COMMANDS, app
 from flywheel.config.agentjet import AGENTJET, DEFAULTS
 from flywheel.config.foreign import Table
 from flywheel.config.trinity import TRINITY
@@ -100,7 +100,7 @@ def otlp_page() -> str:
 
 
 def cli_page() -> str:
-    for name in MODULES:
+    for name in COMMANDS.values():
         importlib.import_module(f"flywheel.cli.{name}")
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)

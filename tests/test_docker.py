@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -11,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.core import TyperGroup
 
-from flywheel.cli.app import MODULES, app
 from flywheel.config.file import load
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.server_limits import is_loopback
+from tests.factories.commands import root
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docker"
@@ -52,14 +49,10 @@ def test_docker_reads_the_compose_file() -> None:
 
 
 def test_services_start_commands_that_exist() -> None:
-    for name in MODULES:
-        importlib.import_module(f"flywheel.cli.{name}")
-    root = typer.main.get_command(app)
-    assert isinstance(root, TyperGroup)
     commands = {name: service["command"] for name, service in COMPOSE["services"].items()}
     assert commands.keys() == {"daemon", "server", "web"}
     for command, *options in commands.values():
-        known = {name for parameter in root.commands[command].params for name in parameter.opts}
+        known = {name for parameter in root().commands[command].params for name in parameter.opts}
         assert {option for option in options if option.startswith("--")} <= known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import signal
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.core import TyperGroup
 
 from flywheel import errors
-from flywheel.cli.app import EXIT_INTERRUPTED, EXIT_UNREAD, MODULES, app
+from flywheel.cli.app import EXIT_UNREAD
+from flywheel.cli.entry_point import EXIT_INTERRUPTED
+from tests.factories import commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,11 +24,7 @@ OF_ALL = {"-h", "--help", "--config", "-c"}
 
 @pytest.fixture(scope="module")
 def root() -> TyperGroup:
-    for name in MODULES:
-        importlib.import_module(f"flywheel.cli.{name}")
-    found = typer.main.get_command(app)
-    assert isinstance(found, TyperGroup)
-    return found
+    return commands.root()
 
 
 def pieces(text: str) -> Iterator[str]:

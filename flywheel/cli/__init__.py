@@ -1,39 +1,5 @@
-"""The command line: one file per group of commands. Heavy imports wait until a command needs them.
+"""The command line: one file per group of commands, which is imported when one of them is run."""
 
-This module imports almost nothing, so that Ctrl-C is handled while the rest is imported.
-"""
+from flywheel.cli.entry_point import main
 
-from __future__ import annotations
-
-import os
-import signal
-from types import FrameType
-
-EXIT_INTERRUPTED = 130
-
-
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    os._exit(EXIT_INTERRUPTED)
-
-
-def main() -> None:
-    """Run the command line and end the process with its exit code."""
-    # During imports Ctrl-C ends the process at once: a KeyboardInterrupt would print a traceback, or some module
-    # would take it for a failed import. An ignored signal (nohup, a shell's `&`) stays ignored.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
-    try:
-        from flywheel.cli import app
-
-        app.main()
-    finally:
-        heed_interrupts()
-
-
-def heed_interrupts() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, so that work in progress is cleaned up."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-__all__ = ["EXIT_INTERRUPTED", "heed_interrupts", "main"]
+__all__ = ["main"]

@@ -1,9 +1,11 @@
-"""The command `flywheel`: shared options, access to the state, and errors as messages and exit codes."""
+"""The command `flywheel`: shared options, access to the state, and errors as messages and exit codes.
+
+`flywheel --help` imports this module and none of a command: what is heavy is imported by the functions that need it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -13,21 +15,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
 from flywheel import __version__
-from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
-from flywheel.cli.tables import short_path
-from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError, StoreError
+from flywheel.cli.entry_point import heed_interrupts
+from flywheel.errors import ConfigError, ExportError, FlywheelError, StoreError
 from flywheel.system import log
-from flywheel.system.files import expanded, tidied
+from flywheel.system.files import documentation_pages, expanded, tidied
 from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
+    from _typeshed import ReadableBuffer
     from sqlalchemy import Connection
 
     from flywheel.config.file import Config
@@ -39,46 +41,46 @@ T = TypeVar("T")
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
+COMMANDS: Final[Mapping[str, str]] = {
+    "run": "run", "ingest": "ingest", "filter": "filter", "evaluate": "evaluate", "round": "rounds",
+    "deploy": "rounds", "rollback": "rounds", "show": "show", "rollouts": "show", "prune": "prune",
+    "forget": "forget", "backup": "backup", "restore": "backup", "status": "status", "audit": "audit", "why": "show",
+    "dead-letters": "dead_letters", "label": "labels", "labels": "labels", "web": "servers", "serve": "servers",
+    "export": "export", "migrate": "migrate", "demo": "demo.command", "init": "init", "docs": "docs",
+    "doctor": "doctor", "train": "train", "tasks": "tasks", "rubric": "rubric", "workflow": "workflow",
+    "retrieval": "retrieval", "config": "settings",
+}  # fmt: skip
+"""The module of each command, in the order of `--help`."""
 ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "explain": "why"}
 """Other names of commands, which people try first."""
 HINTS: Final[Mapping[str, str]] = {
-    "start": "run", "daemon": "run", "watch": "status --watch", "metrics": "status --metrics", "server": "serve",
-    "vllm": "serve", "list": "tasks", "ls": "tasks", "samples": "tasks", "view": "show TASK",
-    "release": "tasks release TASK", "reject": "tasks reject TASK", "retry": "dead-letters retry ID",
-    "drop": "dead-letters drop ID", "eval": "evaluate", "benchmark": "evaluate", "grade": "filter", "score": "filter",
-    "calibrate": "rubric calibrate", "lint": "rubric check", "validate": "rubric check", "learn": "round",
-    "finetune": "train sft", "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "gate": "why ROUND",
-    "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
-    "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
-    "erase": "forget", "delete": "forget", "gdpr": "forget",
-    "annotate": "label TASK accept", "settings": "config show",
-    "search": "retrieval evaluate", "completion": "--install-completion", "help": "--help", "version": "--version",
+    "start": "run", "daemon": "run", "vllm": "serve", "list": "tasks", "ls": "tasks", "view": "show TASK",
+    "release": "tasks release TASK", "retry": "dead-letters retry ID", "calibrate": "rubric calibrate",
+    "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "promote": "deploy", "undo": "rollback",
+    "erase": "forget", "delete": "forget", "settings": "config show", "help": "--help", "version": "--version",
 }  # fmt: skip
-"""What to type instead of a word that is no command."""
+"""What to type instead of words that are like no command's name."""
 OLD_SPELLINGS: Final = re.compile(r"(--conf|--backbone|--with-[\w-]+|agent|train (ppo|rl))([ =]|$)")
 """How command lines of AgentJet's launcher and of SAGE go on behind the program's name."""
+_FROM_HOME: Final = re.compile(r"(--[\w-]+=)(~.*)", re.DOTALL)
+"""An option with a path whose `~` shells leave to the program."""
 _UNCUT: Final = 1_000
 """More characters than the first sentence of any help text has."""
 
 
-class _UnreadError(Exception):
-    """The reader of stdout closed the pipe. Not an OSError, which Typer and rich would report as a failure."""
-
-
-class _UnwrittenError(OSError):
-    """Stdout could not be written, as opposed to any other file."""
-
-
 class _Stdout(FileIO):
-    """Stdout with errors of its own class, to tell them from the errors of other files."""
+    """Stdout, which is written no more after an error."""
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Raises BrokenPipeError where the reader closed the pipe (`| head`), and ExportError otherwise."""
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise _UnreadError from None
         except OSError as error:
-            raise _UnwrittenError(error.errno, error.strerror) from error
+            _discard(_STDOUT)
+            if isinstance(error, BrokenPipeError):
+                raise
+            why = error.strerror or str(error)
+            raise ExportError("write to stdout", why, "Free space on its device.") from error
 
 
 class CommandGroup(TyperGroup):
@@ -86,17 +88,19 @@ class CommandGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Like Click, which cuts the sentences."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in commands if each])
+            formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in self.commands.items()])
 
 
 class Commands(CommandGroup):
-    """All commands: those with another name have it too, and words that are none lead to one."""
+    """All commands: the module of one is imported when it is run. Those with another name have it too, and words that
+    are none lead to one."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self._share(next((each for each in self.params if "--set" in each.opts), None), self.commands)
+    def __init__(self, *, commands: Mapping[str, Any], **attributes: Any) -> None:
+        about = _about()
+        known = {name: commands.get(name) or TyperCommand(name, help=about.get(name, "")) for name in COMMANDS}
+        super().__init__(commands=known, **attributes)
+        self._share(next((each for each in self.params if "--set" in each.opts), None), commands)
 
     def _share(self, option: Any, commands: Mapping[str, Any]) -> None:
         """Give `--set` to all commands that have `-c`."""
@@ -111,14 +115,17 @@ class Commands(CommandGroup):
             from flywheel.config.command_lines import instead_of
 
             ctx.fail(escape_terminal(instead_of(args), one_line=True))
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [_FROM_HOME.sub(_expanded, each) for each in args])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in HINTS and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"No such command {args[0]!r}. Use `flywheel {HINTS[args[0]]}`.")
+        if hint := HINTS.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Use `flywheel {hint}`.")
+        if module := COMMANDS.get(ALIASES.get(args[0], args[0])):
+            importlib.import_module(f"flywheel.cli.{module}")
+            self.commands = get_group(app).commands
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -135,32 +142,17 @@ class Commands(CommandGroup):
             formatter.write_dl([(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()])
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+def _about() -> dict[str, str]:
+    """The first paragraph about each command, on the page that is generated from them."""
+    page = documentation_pages().get("cli")
+    return {} if page is None else dict(re.findall(r"(?m)^## `flywheel ([\w-]+)`\n\n(.+)", page.read_text()))
 
 
-def _expanding(function: F) -> F:
-    """The function of a command, whose paths begin at the home directory where they begin with `~`: shells leave that
-    to the program in `--out=~/x`."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, list):
-            return [of(each) for each in value]
-        return user_path(value) if isinstance(value, Path) else value
-
-    @functools.wraps(function)
-    def command(*values: Any, **named: Any) -> Any:
-        return function(*map(of, values), **{name: of(value) for name, value in named.items()})
-
-    return cast(F, command)
+def _expanded(option: re.Match[str]) -> str:
+    return f"{option[1]}{user_path(Path(option[2]))}"
 
 
-class _Typer(typer.Typer):
-    def command(self, *options: Any, **named: Any) -> Callable[[F], F]:
-        register = super().command(*options, **named)
-        return lambda function: register(_expanding(function))
-
-
-app = _Typer(
+app = typer.Typer(
     name="flywheel",
     cls=Commands,
     help="For LLM agents: judge their replies, train LoRA adapters on accepted ones, deploy better ones.",
@@ -173,7 +165,7 @@ app = _Typer(
 
 def command_group(name: str, about: str, *, no_args_is_help: bool = True) -> typer.Typer:
     """Commands under one name."""
-    group = _Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
+    group = typer.Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
     app.add_typer(group, name=name)
     return group
 
@@ -357,6 +349,7 @@ def absolute(path: Path) -> Path:
 
 def missing_state(config: Config) -> str:
     """That there is no state where the configuration says, and what that can mean; empty if there is one."""
+    from flywheel.cli.tables import short_path
     from flywheel.store.kernel.database import STATE_FILE, is_missing
 
     if not is_missing(config.state_dir):
@@ -377,6 +370,8 @@ def require_state(config: Config, attempted: str) -> None:
 
 def require_outside_state(config: Config, *files: Path | None) -> None:
     """Raises ExportError for a file in the directory of the state: an erasure would not know what is in it."""
+    from flywheel.cli.tables import short_path
+
     state = os.path.realpath(config.state_dir)
     for path in files:
         if path is not None and Path(os.path.realpath(absolute(path))).is_relative_to(state):
@@ -426,6 +421,7 @@ def _owned(conn: Connection, config: Config) -> str:
 
     A file that is gone or keeps its state elsewhere, after a move or as the original of a copy, owns it no longer.
     """
+    from flywheel.cli.tables import short_path
     from flywheel.config.file import load
     from flywheel.store.kernel import database
 
@@ -483,22 +479,9 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-MODULES: Final = (
-    "run", "ingest", "filter", "evaluate", "rounds", "train", "show", "prune", "forget", "backup", "status",
-    "audit", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "retrieval",
-    "settings", "migrate", "demo", "init", "doctor",
-)  # fmt: skip
-"""Each adds its commands to `app` when it is imported, in the order of `--help`."""
-URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}
-"""Commands that do not wait for the import of the other modules, with their own."""
-
-
 def main() -> None:
     """Run the command line. A FlywheelError becomes its message and its exit code."""
     _fill_closed()
-    alone = URGENT.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    for name in MODULES if alone is None else (alone,):
-        importlib.import_module(f"flywheel.cli.{name}")
     for name in ("COLUMNS", "LINES"):
         size = os.environ.get(name, "")
         # rich takes these for the size of the terminal even if they are not numbers above 0.
@@ -519,19 +502,32 @@ def main() -> None:
         code = _run()
         if stdout is not None:
             stdout.flush()
-    except (_UnreadError, BrokenPipeError):
-        # The reader closed the pipe (`| head`).
-        _discard(_STDOUT)
+    except BrokenPipeError:
         code = EXIT_UNREAD
-    except _UnwrittenError as error:
-        _discard(_STDOUT)
-        complain(ExportError("write to stdout", error.strerror or str(error), "Free space on its device."))
-        code = EXIT_FAILED
+    except ExportError as error:
+        complain(error)
+        code = error.exit_code
     try:
         sys.stderr.flush()
     except OSError:
         _discard(_STDERR)
     sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        app()
+    except FlywheelError as error:
+        if "--json" in sys.argv:
+            print_json({"error": str(error)})
+        complain(error)
+        return error.exit_code
+    except SystemExit as end:
+        # So Typer and rich end where the reader closed the pipe.
+        if isinstance(end.__context__, BrokenPipeError):
+            return EXIT_UNREAD
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def _fill_closed() -> None:
@@ -544,21 +540,6 @@ def _fill_closed() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = os.fdopen(_STDERR, "w", closefd=False)
-
-
-def _run() -> int:
-    try:
-        app()
-    except FlywheelError as error:
-        if "--json" in sys.argv:
-            print_json({"error": str(error)})
-        complain(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
 
 
 def _discard(descriptor: int) -> None:

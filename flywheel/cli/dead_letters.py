@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
+from sqlalchemy import Connection
 
 from flywheel.cli.app import (
     ConfigOption,
@@ -21,13 +22,11 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import UNBROKEN, Row, print_rows, stdout
+from flywheel.config.file import Config
+from flywheel.records.states import DeadLetterState
+from flywheel.store.dead_letters import AFTER_RETRY, DeadLetter, count, history_of, in_states, with_ids
+from flywheel.store.requests import RequestKind
 from flywheel.system.terminal import escape_terminal, moment, quantity
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
-    from flywheel.config.file import Config
-    from flywheel.store.dead_letters import DeadLetter
 
 COLUMNS: Final = ("id", "kind", "source", "subject", "when", "state", "error")
 WIDE: Final = 100
@@ -60,14 +59,11 @@ def dead_letters(
 
 
 def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
-    from flywheel.records.states import DeadLetterState
-    from flywheel.store import dead_letters
-
     def look(conn: Connection) -> tuple[list[DeadLetter], dict[int, list[dict[str, Any]]], dict[str, int]]:
         states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
-        letters = dead_letters.with_ids(conn, ids) if ids else dead_letters.in_states(conn, states)
-        histories = {letter.id: dead_letters.history_of(conn, letter.id) for letter in letters if ids}
-        return letters, histories, dead_letters.count(conn)
+        letters = with_ids(conn, ids) if ids else in_states(conn, states)
+        histories = {letter.id: history_of(conn, letter.id) for letter in letters if ids}
+        return letters, histories, count(conn)
 
     letters, histories, counts = run_async(read_state(config, look, warn=False))
     if as_json:
@@ -84,9 +80,6 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
 
 def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: bool) -> None:
     """Retry or drop these dead letters, all open ones without `ids`."""
-    from flywheel.store.dead_letters import AFTER_RETRY
-    from flywheel.store.requests import RequestKind
-
     outcome = ask(config, RequestKind.RETRY if retries else RequestKind.DROP, {"ids": ids})
     report: dict[str, Any] = outcome if outcome is not None else {"retried": [], "queued": True}
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,14 +19,18 @@ from flywheel.cli.app import (
     require_outside_state,
     run_async,
 )
+from flywheel.cli.progress_bars import beside, of_sources
 from flywheel.cli.tables import forecast_text, print_facts, short_path, source_text
+from flywheel.config.file import Config, source_at
+from flywheel.config.ingest import JsonlSource, StudioSource
+from flywheel.daemon.configured_source import apply_model_rules
+from flywheel.daemon.forecast import Forecast, forecast
 from flywheel.errors import EXIT_FAILED, ConfigError
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store import ledger
+from flywheel.store.task_file import export_sources
 from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.daemon.forecast import Forecast
 
 
 @app.command()
@@ -43,9 +47,6 @@ def ingest(
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the sources and turn them into tasks."""
-    from flywheel.config.file import source_at
-    from flywheel.config.ingest import JsonlSource, StudioSource
-
     configured = settings = load_config(config, names_sources=bool(source))
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
@@ -89,20 +90,13 @@ async def _ingest(
     config: Config, configured: Config, out: Path | None, sweep: bool
 ) -> tuple[dict[str, Any], Forecast | None, list[str]]:
     """The report, the forecast of the `configured` settings if they have a trainer, and errors of sources."""
-    from flywheel.cli import progress_bars
-    from flywheel.daemon.configured_source import apply_model_rules
-    from flywheel.daemon.forecast import forecast
-    from flywheel.sources.ingestion import Ingestion
-    from flywheel.store import ledger
-    from flywheel.store.task_file import export_sources
-
     async with open_state(config, lock=True) as store:
         if configured.has_trainer:
             # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
             await apply_model_rules(store, configured)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
-            async with progress_bars.beside(progress_bars.of_sources(ingestion)):
+            async with beside(of_sources(ingestion)):
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])

@@ -1,16 +1,15 @@
-"""`flywheel init` and `flywheel docs`: the files that Flywheel ships, to edit and to read."""
+"""`flywheel init`: the files that Flywheel ships, to edit."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,6 +18,7 @@ import typer
 from flywheel.cli.app import app
 from flywheel.errors import ExportError
 from flywheel.system import files
+from flywheel.system.http_client import is_http_url
 from flywheel.system.terminal import quantity
 
 STUDIO: Final = Path("~/AgentScope-Studio/database.sqlite")
@@ -96,60 +96,44 @@ def _answers(options: dict[str, str | None], directory: Path, *, asks: bool) -> 
         "base": ("Base model (a hub name or a directory)", BASE),
         "server": ("vLLM server of your agents", SERVER),
     }
-    answers: dict[str, str] = {}
+    answers = {}
     for name, (question, default) in questions.items():
-        answer = options[name]
-        if answer is not None or not asks:
-            try:
-                _doubt(name, answers.setdefault(name, (answer or default).strip()), directory)
-            except ValueError as error:
-                raise typer.BadParameter(str(error), param_hint=f"--{name}") from None
-            continue
-        kept = ""
-        while name not in answers:
-            answer = typer.prompt(question, default=kept or default).strip()
-            try:
-                if answer == kept or not (doubt := _doubt(name, answer, directory)):
-                    answers[name] = answer
-                else:
-                    typer.echo(f"{doubt}. Press Enter to keep it, or give another answer.")
-                    kept = answer
-            except ValueError as error:
-                typer.echo(f"{error}.")
+        checked, given = partial(_checked, name, directory), options[name]
+        if given is None and asks:
+            answers[name] = typer.prompt(question, default=default, value_proc=checked)
+        else:
+            answers[name] = checked(given or default)
     return InitAnswers(**answers)
 
 
-def _doubt(name: str, answer: str, directory: Path) -> str:
-    """What may be wrong with an answer; empty if nothing seems to be. Raises ValueError if it cannot be used."""
-    from flywheel.system.http_client import is_http_url
-
-    if name == "source" and answer not in ("otlp", "calls"):
-        return _doubt_of_file(directory / Path(answer).expanduser())
-    url, _, model = (answer if name != "base" else SERVER).partition(" ")
+def _checked(name: str, directory: Path, answer: str) -> str:
+    """An answer without blanks around it. Raises BadParameter for what cannot be used."""
+    answer, wrong = answer.strip(), ""
+    url, _, model = answer.partition(" ")
     if name in ("judge", "server") and not is_http_url(url):
-        raise ValueError(f"{url} is no URL: it begins with http:// or https://")
-    if len(model.split()) > (name == "judge"):
-        raise ValueError(f"{answer} is not {'a URL and the name of a model' if name == 'judge' else 'one URL'}")
-    if name == "judge" and not model and url != JUDGE.partition(" ")[0]:
-        return f"No model is named after the URL: {JUDGE.partition(' ')[2]} would be asked"
-    if name == "base" and answer.startswith(("/", ".", "~")):
-        is_model = (directory / Path(answer).expanduser() / "config.json").is_file()
-        return "" if is_model else f"There is no model in {answer}: it has no config.json"
-    if name == "base" and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", answer):
-        raise ValueError(f"{answer} is neither a hub name such as {BASE} nor the path of a directory")
-    return ""
+        wrong = f"{url} is no URL: it begins with http:// or https://"
+    elif name in ("judge", "server") and len(model.split()) > (name == "judge"):
+        wrong = f"{answer} is not {'a URL and the name of a model' if name == 'judge' else 'one URL'}"
+    elif name == "base" and not re.fullmatch(r"[/.~].*|[\w.-]+(/[\w.-]+)?", answer):
+        wrong = f"{answer} is neither a hub name such as {BASE} nor the path of a directory"
+    elif name == "source" and answer not in ("otlp", "calls"):
+        wrong = _wrong_file(directory / Path(answer).expanduser())
+    if wrong:
+        raise typer.BadParameter(wrong, param_hint=f"--{name}")
+    return answer
 
 
-def _doubt_of_file(path: Path) -> str:
+def _wrong_file(path: Path) -> str:
+    """Why a file can be no source; empty if it can, or is not there yet."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(SQLITE))
     except FileNotFoundError:
-        return f"There is no file {path}"
+        return ""
     except OSError as error:
-        raise ValueError(f"{path} is no file that can be read: {error.strerror}") from None
+        return f"{path} is no file that can be read: {error.strerror}"
     if begin not in (b"", SQLITE) and not files.holds_lines(path):
-        raise ValueError(f"{path} is no Studio database (SQLite), and its name ends with neither .jsonl nor .ndjson")
+        return f"{path} is no Studio database (SQLite), and its name ends with neither .jsonl nor .ndjson"
     return ""
 
 
@@ -234,40 +218,3 @@ def _check(config: Path) -> None:
     typer.echo("")
     show([each for each in findings if each.result.value in ("warning", "failed")], counts)
     typer.echo(f"Edit {config}; `flywheel doctor` checks again, and `flywheel run` starts the daemon.")
-
-
-@app.command()
-def docs(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="Name of a page. Default: list all pages.")
-    ] = None,
-) -> None:
-    """Show a page of the documentation."""
-    pages = files.documentation_pages()
-    if page is None:
-        width = max(map(len, pages)) + 2
-        for name, path in pages.items():
-            title = path.read_text().partition("\n")[0].lstrip("# ")
-            typer.echo(f"{name:<{width}}{title}")
-        return
-    if page not in pages:
-        raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")
-    text = pages[page].read_text()
-    if not sys.stdout.isatty():
-        typer.echo(text, nl=False)
-        return
-    _page(re.sub(r"(?m)^!\[.*\]\(.*\)\n", "", text))
-
-
-def _page(markdown: str) -> None:
-    """Show a text in the user's pager, in colour where the pager is `less`, which is told to pass colours on."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    pager = os.environ.get("MANPAGER") or os.environ.get("PAGER") or "less"
-    in_colour = Path(pager.split()[0]).name == "less" and shutil.which(pager.split()[0]) is not None
-    if in_colour:
-        os.environ["LESS"] = f"{os.environ.get('LESS', '')} -R".strip()
-    console = Console()
-    with console.pager(styles=in_colour):
-        console.print(Markdown(markdown, hyperlinks=False))

@@ -187,6 +187,7 @@ def from_documents(
     missing.
     """
     from flywheel.cli import documents
+    from flywheel.daemon.document_tasks import OUTCOMES
 
     if not directory.is_dir():
         raise typer.BadParameter(f"there is no directory {directory}", param_hint="DIR")
@@ -201,7 +202,7 @@ def from_documents(
         typer.echo(f"{found}; {quantity(shown['wanted'], 'task')} wanted, {shown['written_before']:,} written before")
         for path, why in shown["left_out"].items():
             typer.echo(f"left out: {path}: {why}")
-        typer.echo(counted({name.replace("_", " "): shown[name] for name in (*documents.OUTCOMES, "not_asked")}))
+        typer.echo(counted({name.replace("_", " "): shown[name] for name in (*OUTCOMES, "not_asked")}))
         estimate = f"about {quantity(shown['estimated_tokens'], 'token')} to send; dry run: no model was asked"
         typer.echo(estimate if dry_run else spent(shown["usage"], 0, shown["cost"]))
         if shown["held"]:

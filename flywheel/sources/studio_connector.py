@@ -11,13 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -65,17 +64,6 @@ class Progress:
 
     read: int = 0
     in_all: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def rate(self) -> float:
-        """Rows per second since the pass began."""
-        return self.read / max(time.monotonic() - self.began, 1e-3)
-
-    @property
-    def left(self) -> float | None:
-        """Seconds that the rest takes at this rate; None if unknown."""
-        return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
 
 
 class _RowsMovedError(Exception):

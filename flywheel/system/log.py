@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from flywheel.secrets import redact_secrets
 from flywheel.system.terminal import escape_terminal
@@ -75,6 +75,14 @@ class _JournalLines(logging.Formatter):
         return "\n".join(f"<{level}>{line}" for line in self._lines.format(record).split("\n"))
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to the stderr of the moment: rich replaces it while it draws a bar, so that lines are above that."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def setup(level: str = "INFO", *, as_json: bool = False) -> None:
     """Log to stderr. systemd's journal adds the time itself."""
     text = "%(levelname)-7s %(name)s: %(message)s"
@@ -90,7 +98,7 @@ def setup(level: str = "INFO", *, as_json: bool = False) -> None:
         formatter.converter = time.gmtime
     if is_journal:
         formatter = _JournalLines(formatter)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]

@@ -175,7 +175,7 @@ def test_a_rubric_has_a_greatest_length(key: str, tmp_path: Path) -> None:
 
 
 def read_configuration(path: Path) -> Any:
-    return [*settings_of(load(path), path)]
+    return [*settings_of(load(path))]
 
 
 def read_rubric_or_raise(path: Path) -> Any:

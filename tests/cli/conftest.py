@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from flywheel.cli import app, main
+from flywheel.cli import main
 from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import write_state
 
 if TYPE_CHECKING:
     from tests.cli.filter_bench import Bench
-
-for name in app.MODULES:
-    # Commands are listed in the order in which their modules are imported, whatever a test module imports first.
-    importlib.import_module(f"flywheel.cli.{name}")
 
 
 @dataclass(frozen=True)

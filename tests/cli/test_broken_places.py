@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.core import TyperGroup
 
 from flywheel import errors
-from flywheel.cli.app import app
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import says
+from tests.factories.commands import root
 from tests.factories.config import write_yaml
 from tests.factories.judge_server import JudgeServer
 from tests.waiting import SOON
@@ -146,7 +145,7 @@ def check_all(flywheel: Run, config: Path, file: Path, folder: Path) -> None:
 
 
 def test_each_command_is_here(flywheel: Run) -> None:
-    assert set(leaves(typer.main.get_command(app))) == set(COMMANDS)
+    assert set(leaves(root())) == set(COMMANDS)
 
 
 @pytest.fixture

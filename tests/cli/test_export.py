@@ -346,7 +346,7 @@ def test_a_full_device_and_a_full_stdout_are_errors(home: Path, name: str) -> No
     with Path("/dev/full").open("wb") as full:
         code, err = run_alone(home, "export", "--format", name, "--out", "-", stdout=full.fileno())
     assert (code, len(err.splitlines())) == (1, 1)
-    assert err.startswith("flywheel: cannot write stdout: No space left on device.")
+    assert err.startswith("flywheel: cannot write to stdout: No space left on device.")
 
 
 @pytest.mark.slow

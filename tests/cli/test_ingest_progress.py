@@ -46,8 +46,8 @@ def config(tmp_path: Path) -> Path:
 def test_a_terminal_shows_a_bar_for_the_long_source_only(config: Path, tmp_path: Path) -> None:
     seen = in_terminal(tmp_path, ["ingest", "-c", config], columns=80, home=tmp_path)
     assert seen.code == 0
-    bars = [line for line in seen.lines if "rows/s" in line]
-    read = [re.search(r"(\d+)/(\d+) +[\d,]+ rows/s", line) for line in bars]
+    bars = [line for line in seen.lines if re.search(r"\d/s ", line)]
+    read = [re.search(r"(\d+)/(\d+) +[\d,.]+/s", line) for line in bars]
     steps = [(int(found[1]), int(found[2])) for found in read if found]
     assert len(steps) > 1, seen.screen
     assert steps == sorted(steps)
@@ -62,7 +62,7 @@ def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, 
     seen = in_terminal(tmp_path, ["ingest", "--json", "-c", config], columns=100, home=tmp_path, piped=True)
     assert seen.code == 0
     assert json.loads(seen.piped)["new"] > 0
-    assert any("rows/s" in line for line in seen.lines)
+    assert any(re.search(r"\d/s ", line) for line in seen.lines)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_without_a_terminal_lines_say_it_now_and_then(
     ran = flywheel("ingest", "--json", "-c", config)
     assert ran.code == 0
     assert ran.json["new"] > 0
-    found = re.findall(r"long\.sqlite: ([\d,]+) of ([\d,]+) rows read, [\d,]+ rows/s, about [\d,]+ s left", ran.err)
+    found = re.findall(r"long\.sqlite: ([\d,]+) of ([\d,]+), [\d,.]+/s, [\w ]+ left", ran.err)
     assert found, ran.err
     assert all(int(read.replace(",", "")) < int(of.replace(",", "")) for read, of in found)
 
@@ -83,7 +83,7 @@ def test_a_short_ingestion_says_nothing(flywheel: Run, tmp_path: Path) -> None:
     grow(empty_like("new_v2", tmp_path / "short.sqlite"), 1)
     assert flywheel("ingest", "--source", "short.sqlite").err == ""
     seen = in_terminal(tmp_path, ["ingest", "--source", "short.sqlite"], columns=80, home=tmp_path)
-    assert (seen.code, "rows/s" in seen.screen) == (0, False)
+    assert (seen.code, re.search(r"\d/s ", seen.screen)) == (0, None)
 
 
 @pytest.mark.slow
@@ -96,8 +96,6 @@ async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path, store:
     try:
         await source.read(final=True)
         assert (source.connector.progress.read, source.connector.progress.in_all) == (first, first)
-        assert source.connector.progress.rate > 0
-        assert source.connector.progress.left == 0
         second = grow(path, 5_000, first=1_000)
         await source.read(final=True)
         assert (source.connector.progress.read, source.connector.progress.in_all) == (second, second)

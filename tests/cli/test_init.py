@@ -96,10 +96,8 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(theirs)
     said = ""
-    # A path is asked about once, and what cannot be used until it can.
-    answers = iter(
-        ["folder", "gone.db", "calls", "gpt-4o", "", "no model", "models/mine", "/a", "http://127.0.0.1:9"]
-    )
+    # What cannot be used is asked again.
+    answers = iter(["folder", "calls", "gpt-4o", "", "no model", "models/mine", "/a", "http://127.0.0.1:9"])
     (tmp_path / "folder").mkdir()
     until = time.monotonic() + WAIT_SECONDS
     try:
@@ -120,7 +118,7 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     for told in (
         "otlp   spans that the agents send", "calls  the call log of `flywheel serve`",
         "folder is no file that can be read",
-        "gone.db. Press Enter to keep it", "gpt-4o is no URL", "no model is neither a hub name", "/a is no URL",
+        "gpt-4o is no URL", "no model is neither a hub name", "/a is no URL",
     ):  # fmt: skip
         assert told in said
     config = load(tmp_path / "flywheel.yaml")

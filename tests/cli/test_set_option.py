@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from flywheel.cli.app import app
 from tests.cli.conftest import Run
 from tests.daemon.rounds.workers import works
+from tests.factories.commands import root
 from tests.factories.config import told_settings, write_yaml
 
 
@@ -31,7 +30,7 @@ def commands(group: Any, name: str = "flywheel") -> Iterator[tuple[str, Any]]:
 
 def test_every_command_with_a_configuration_takes_settings() -> None:
     found = {name: {option for each in command.params for option in each.opts} for name, command in
-             commands(typer.main.get_command(app))}  # fmt: skip
+             commands(root())}  # fmt: skip
     assert {name for name, options in found.items() if "--config" in options} == {
         name for name, options in found.items() if "--set" in options
     }
@@ -47,9 +46,9 @@ def test_a_setting_goes_above_the_file_and_is_named_as_the_origin(flywheel: Run,
     assert found["judge.model"] == ("given", "--set")
     assert found["sources.1.path"] == (str(tmp_path / "c.jsonl"), "--set")
     assert found["training.stages"] == (["sft", "grpo"], "--set")
-    assert found["judge.max_thread"] == (3, f"{tmp_path}/flywheel.yaml:1")
-    assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), f"{tmp_path}/flywheel.yaml:2")
-    assert found["sources.1.type"] == ("jsonl", f"{tmp_path}/flywheel.yaml:2")
+    assert found["judge.max_thread"] == (3, "given")
+    assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), "given")
+    assert found["sources.1.type"] == ("jsonl", "given")
     stages = [{"sft": {"epochs": 2}}, "sft"], [{"sft": {"samples": 9, "epochs": 1}}]
     for given, shown in (("[{sft: {epochs: 2}}, sft]", stages[0]), ("[{sft: {samples: 9, epochs: 1}}]", stages[1])):
         found = told_settings(flywheel("config", "show", "--json", "--set", f"training.stages={given}"))
@@ -72,7 +71,7 @@ def test_keys_of_another_program_are_set_before_they_are_translated(flywheel: Ru
     found = told_settings(ran)
     assert found["model.base"] == ("of/the-author", "--set")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "--set")
-    assert found["rollout.temperature"] == (0.9, f"{file}:7")
+    assert found["rollout.temperature"] == (0.9, "ajet.rollout.temperature")
     assert found["judge.model"] == (None, "default")
     ran = flywheel("config", "show", "--json", "-c", write_yaml(file, ajet({})), "--set=ajet.model.path=other/one")
     assert told_settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
@@ -158,7 +157,7 @@ def test_what_it_sets_is_known_by_every_name_that_the_file_may_use(flywheel: Run
     assert found["training.beta"] == (0.5, "--set")
     assert found["rollout.max_turns"] == (3, "--set")
     assert found["training.dpo.beta"] == (0.3, "--set")
-    assert found["rollout.temperature"] == (0.9, f"{file}:7")
+    assert found["rollout.temperature"] == (0.9, "ajet.rollout.temperature")
 
 
 def test_a_key_without_effect_is_an_error_also_where_a_workflow_gets_the_whole_file(

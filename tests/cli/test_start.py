@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import waiting
+from tests.factories.commands import root
 
 HEAVY = {
     "apscheduler",
@@ -39,6 +40,10 @@ def test_what_needs_no_configuration_waits_for_nothing_that_reads_one(argument: 
     )
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in started.stderr.splitlines()}
     assert "typer" in imported
+    if argument == "--help":
+        told = " ".join(started.stdout.split())
+        for name, command in root().commands.items():
+            assert f" {name} {command.get_short_help_str(1_000)}" in told
     assert imported.isdisjoint(HEAVY), imported & HEAVY
 
 

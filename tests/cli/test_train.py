@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import flywheel
-from flywheel.cli.app import app
 from flywheel.cli.train import STAGES
 from flywheel.daemon import file_round
 from flywheel.daemon.stage_round import FILES, SHORT
@@ -25,6 +23,7 @@ from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.tracking import figures_of
 from tests.cli.conftest import Run
 from tests.daemon.rounds.workers import REFUSES, works
+from tests.factories.commands import root
 from tests.factories.config import BOXED_RUBRIC, make_config
 from tests.factories.documented_json import compare, documented
 from tests.factories.round import POLICY
@@ -146,7 +145,7 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
 
 
 def test_each_command_has_the_options_of_its_stage() -> None:
-    commands = typer.main.get_command(app).commands["train"].commands  # type: ignore[attr-defined]
+    commands = root().commands["train"].commands  # type: ignore[attr-defined]
     for at, stage in enumerate(STAGES):
         named = {each.name for each in commands[stage].params}
         short = {name for name, keys in SHORT.items() if keys[at] or name == "epochs"}

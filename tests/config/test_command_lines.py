@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.cli.app import MODULES, app
 from flywheel.config.command_lines import AGENT, ASSUMED, LAUNCHER, Translated, data_set, translated
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED
+from tests.factories.commands import root
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SFT = """sage-dev agent train sft \\
@@ -161,10 +159,8 @@ def test_classes_of_sage_are_printed_with_the_nearest_and_not_written() -> None:
 
 
 def test_each_line_has_a_command_and_options_that_flywheel_has() -> None:
-    for name in MODULES:
-        importlib.import_module(f"flywheel.cli.{name}")
     for line in LINES.values():
-        command, words = typer.main.get_command(app), shlex.split(line)
+        command, words = root(), shlex.split(line)
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         _, rest, _ = command.make_parser(command.context_class(command)).parse_args(words)

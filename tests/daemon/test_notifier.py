@@ -585,7 +585,7 @@ def test_yaml_takes_the_key_on_for_true(tmp_path: Path, flywheel: Run) -> None:
     assert second.on == [NoticeType.REJECTED]
     ran = flywheel("config", "show", "--json")
     found = {each["key"]: (each["value"], each["origin"]) for each in ran.json["settings"]}
-    assert found["notify.0.on"] == (["promoted"], f"{file}:3")
+    assert found["notify.0.on"] == (["promoted"], "given")
     assert found["notify.1.url"][0] == "http://h/[secret]"
     assert "s3cret" not in ran.out
 

@@ -24,7 +24,7 @@ TEMPORARY: Final = {
     "flywheel/training/optim/losses.py": "where TRL's own files would be, which has none",
     "flywheel/retrieval/encoder.py": "weights",
     "flywheel/retrieval/trained_encoder.py": "weights",
-    "flywheel/cli/demo/__init__.py": "the state of a demo, with scripted conversations",
+    "flywheel/cli/demo/command.py": "the state of a demo, with scripted conversations",
     "flywheel/daemon/migration.py": "settings of another program, without keys, in the folder where they will be",
 }
 """What uses `tempfile`, and what is in those files."""

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from flywheel.cli.demo import judge
-from flywheel.cli.demo.judge import examine, last_box
+from flywheel.cli.demo.judge import examine
 from flywheel.config.judge import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.criterion import LlmRubric
@@ -96,11 +96,3 @@ def test_other_requests_are_refused(url: str, request_body: bytes) -> None:
 def test_its_model_is_listed(url: str) -> None:
     assert httpx2.get(f"{url}/models").json()["data"][0]["id"] == "demo-judge"
     assert httpx2.get(f"{url}/nothing").status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{1} \\boxed{2", "1"), ("\\boxed{1}\\boxed{2}", "2"), ("boxed{1}", None)],
-)
-def test_the_last_box_whose_braces_balance(text: str, content: str | None) -> None:
-    assert last_box(text) == content

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -10,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from flywheel.system import log
 
 LOGS = """
 import logging
@@ -95,3 +99,15 @@ def test_a_line_of_json_is_one_event_and_exact(tmp_path: Path, is_journal: bool)
     told = "one line\nand \x1b[2J \u202e"
     assert warning == {"level": "WARNING", "logger": "flywheel.test", "message": told}
     assert defect["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar puts its own in the place, so that lines are above it."""
+    root, logger = logging.getLogger(), logging.getLogger("flywheel")
+    for each in (root, logger):
+        monkeypatch.setattr(each, "level", each.level)
+    monkeypatch.setattr(root, "handlers", [])
+    log.setup()
+    monkeypatch.setattr(sys, "stderr", drawn := io.StringIO())
+    logger.warning("above the bar")
+    assert "above the bar" in drawn.getvalue()

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from flywheel.cli.demo.questions import solve
 from flywheel.judge.prompt import parse_sections
+from flywheel.judge.rubric.checks.math_equal import boxed
 
 MODEL: Final = "demo-judge"
 MAX_BODY_BYTES: Final = 4 << 20
@@ -45,23 +46,11 @@ class Findings:
 
 def examine(question: str, answer: str) -> Findings:
     """Check an answer: the last `\\boxed{}` counts, and the last number where there is none."""
-    content = last_box(answer)
+    content = boxed(answer)
     numbers = _NUMBER.findall(answer if content is None else content)
     value = int(numbers[-1]) if numbers else None
-    boxed = content is not None and _NUMBER.fullmatch(content.strip()) is not None
-    return Findings(solve(question), value, boxed)
-
-
-def last_box(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` whose braces balance; None when there is none."""
-    start = len(text)
-    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
-        depth = 0
-        for at in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : at]
-    return None
+    is_boxed = content is not None and _NUMBER.fullmatch(content.strip()) is not None
+    return Findings(solve(question), value, is_boxed)
 
 
 def grade(criterion: str, choices: list[str], found: Findings) -> dict[str, str]:
