@@ -16,7 +16,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config.foreign import Row, Table
+from flywheel.config.foreign import Made, Refusal, Row, Table, Without
 from flywheel.config.sage import PPO
 from flywheel.config.translation import translate
 from flywheel.errors import ConfigError
@@ -25,36 +25,29 @@ from flywheel.system.yaml_file import yaml_value
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
-LAUNCHER: Final = Table(
-    "agentjet",
-    {"backbone": COMMAND, "conf": "-c"},
-    made={COMMAND: lambda values: "round --debug" if values["backbone"] == "debug" else "run"},
-    only={},
-    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for agents that run elsewhere")},
-    unused={
-        "with-ray with-ray-cluster": "a round starts a Ray of its own, or uses that of `ray.address`",
-        "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
-            "no service of an environment is started: start it before the workflow asks it",
-        "with-logview": "`flywheel rollouts` shows rollouts, and `flywheel run --web` serves pages",
-        "exp-dir": "`state.dir` has the files of rounds",
-        "debug db bp breakpoint": "workflows run in processes of their own, which wait for no debugger",
-        "skip-check-avail-gpu": "no start waits for free GPUs; `flywheel doctor` looks at them",
-        "kill autokill": "nothing is ever killed by name: a round ends the processes that it started",
-        "reboot": "AgentJet does nothing with it either",
-    },
-    refuses_close=True,
-)  # fmt: skip
+LAUNCHER: Final = Table("agentjet", {
+    "backbone": Made(COMMAND, lambda values: "round --debug" if values["backbone"] == "debug" else "run"),
+    "conf": "-c",
+    "swarm-server swarm-overwatch": Refusal("for agents that run elsewhere", "Write the agent as a workflow."),
+    "with-ray with-ray-cluster": Without("a round starts a Ray of its own, or uses that of `ray.address`"),
+    "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
+        Without("no service of an environment is started: start it before the workflow asks it"),
+    "with-logview": Without("`flywheel rollouts` shows rollouts, and `flywheel run --web` serves pages"),
+    "exp-dir": Without("`state.dir` has the files of rounds"),
+    "debug db bp breakpoint": Without("workflows run in processes of their own, which wait for no debugger"),
+    "skip-check-avail-gpu": Without("no start waits for free GPUs; `flywheel doctor` looks at them"),
+    "kill autokill": Without("nothing is ever killed by name: a round ends the processes that it started"),
+    "reboot": Without("AgentJet does nothing with it either"),
+}, refuses_close=True)  # fmt: skip
 SAME: Final = "model sft-model base-model data benchmark output epochs beta num-samples metrics"
 """The options of SAGE's commands that Flywheel's have, too."""
-AGENT: Final = Table(
-    "sage",
-    {"command": COMMAND, "config": "-c", **{name: f"--{name}" for name in SAME.split()}},
-    made={},
-    only={},
-    refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
-    unused={"algorithm": "it chooses the command"},
-    refuses_close=True,
-)
+AGENT: Final = Table("sage", {
+    "command": COMMAND,
+    "config": "-c",
+    **{name: f"--{name}" for name in SAME.split()},
+    "ppo": Refusal(f"refused: {PPO}", "Use `flywheel train grpo`."),
+    "algorithm": Without("it chooses the command"),
+}, refuses_close=True)  # fmt: skip
 LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
 """What the launcher does without an option that Flywheel's line must have; empty where it does nothing."""
 _TRAINING: Final = {"base-model": "Qwen/Qwen2.5-7B-Instruct", "data": "", "output": ""}

@@ -11,7 +11,7 @@ from typing import Any, Final
 from flywheel.config import agentjet, sage, trinity
 from flywheel.config.agentjet import AGENTJET, MARKERS, ProjectRoot
 from flywheel.config.foreign import Row, check, fit_engines, settings_in, without_keys
-from flywheel.config.sage import ROOTS, SAGE
+from flywheel.config.sage import ROOTS, SAGE, served
 from flywheel.config.section import merged, value_at
 from flywheel.config.trinity import TRINITY, is_trinitys
 
@@ -62,6 +62,7 @@ def translate(raw: Mapping[str, Any], file: Path | None, *, fits: bool = True) -
         return Translation(TUNER, TRINITY.page, [*map(without_keys, rows), *trinity.missing(settings)], settings)
     is_sages = MARKERS.isdisjoint(map(str, raw))
     of_sage, own = sage.rows_of(raw, alone=is_sages)
+    of_sage += served(of_sage, raw)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
     made = settings_in(of_sage)
     if is_sages:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flywheel.cli.app import MODULES, app
 from flywheel.config.command_lines import AGENT, ASSUMED, LAUNCHER, Translated, data_set, translated
+from flywheel.config.foreign import Without
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED
 
@@ -234,6 +235,6 @@ def test_any_text_is_translated_or_an_error(text: str) -> None:
 def test_the_pages_have_each_option() -> None:
     for table, page in ((LAUNCHER, "how-to/agentjet.md"), (AGENT, "reference/sage.md")):
         text = (DOCS / page).read_text()
-        missing = [name for name in {*table.names, *table.refused} - {"command", "ppo"} if f"`--{name}`" not in text]
+        missing = [name for name in table.entries.keys() - {"command", "ppo"} if f"`--{name}`" not in text]
         assert not missing, page
-        assert table is AGENT or all(why in text for why in table.reasons.values())
+        assert table is AGENT or all(why in text for why in table.entries.values() if isinstance(why, Without))
