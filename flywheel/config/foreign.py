@@ -253,10 +253,10 @@ def without_keys(row: Row) -> Row:
     return row._replace(value=value, made=made)
 
 
-def variable_of(value: Any) -> str:
-    """The environment variable that has this value, from which `${oc.env:…}` may have filled it in; empty without
-    one."""
-    return next((name for name, each in os.environ.items() if each == value), "")
+def variable_of(value: Any, named: Sequence[str] = ()) -> str:
+    """The environment variable that has this value, from which `${oc.env:…}` may have filled it in: the first of the
+    `named` ones, or else of all; empty without one."""
+    return next((name for name in (*named, *os.environ) if os.environ.get(name) == value), "")
 
 
 def fit_engines(rollout: dict[str, Any], rows: Iterable[Row], name: str) -> None:
