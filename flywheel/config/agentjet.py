@@ -24,6 +24,7 @@ from flywheel.config.foreign import SECTIONS, Made, Only, Refusal, Row, Table, W
 from flywheel.config.sage import ESTIMATOR, ROOTS, served
 from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
+from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
 
 SECTION: Final = "feedback_tracing"
@@ -313,9 +314,11 @@ def _program(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
 
 def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
     """Refused rows for values that a file needs."""
-    wrong = [root for root in ROOTS if not isinstance(raw.get(root, {}), Mapping | None)]
+    # Beside a section at the root, an empty one says nothing.
+    kinds = Mapping if raw.keys().isdisjoint((READER, SECTION)) else Mapping | None
+    wrong = [root for root in ROOTS if not isinstance(raw.get(root, {}), kinds)]
     for root in wrong:
-        shown = "a list" if isinstance(raw[root], list) else raw[root]
+        shown = "a list" if isinstance(raw[root], list) else "empty" if raw[root] is None else raw[root]
         yield Row(root, raw[root], "refused", why=f"`{root}` is {shown}, not a mapping", hint="Correct it.")
     if wrong:
         return
@@ -355,9 +358,11 @@ def settings_of(raw: Mapping[str, Any], made: dict[str, Any]) -> tuple[dict[str,
     count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
     for key, (value, why) in ASSUMED.items():
         for path in [f"sources.{n}.models.include" for n in range(count)] if key.startswith("sources.") else [key]:
-            if _lacks(settings, path):
-                settings = GivenSetting(path, value).put_into(settings)
-                assumed.append(Row("", None, "taken over", path, value, why))
+            if not has(settings, path):
+                # What stands in the place of a section is refused later.
+                with contextlib.suppress(ConfigError):
+                    settings = GivenSetting(path, value).put_into(settings)
+                    assumed.append(Row("", None, "taken over", path, value, why))
     return settings, assumed
 
 
@@ -372,18 +377,6 @@ def _sources(kind: Any, settings: Mapping[str, Any], path: Any) -> list[dict[str
         for split, name in splits.items()
         if name is not None
     ]
-
-
-def _lacks(settings: Any, path: str) -> bool:
-    """Whether nested settings have no value at a path, and could have one."""
-    for part in path.split("."):
-        if isinstance(settings, list):
-            settings = settings[int(part)]
-        elif not isinstance(settings, Mapping) or part not in settings:
-            return isinstance(settings, Mapping)
-        else:
-            settings = settings[part]
-    return False
 
 
 def assumptions(rows: Iterable[Row]) -> list[str]:

@@ -205,12 +205,7 @@ def _with_error(row: Row, error: ConfigError) -> Row:
 def _at(written: Any, place: str) -> Any:
     """What a file has at a path or, where that is an interpolation, above it; None if it has nothing."""
     for part in place.split("."):
-        if isinstance(written, str):
-            break
-        if isinstance(written, list):
-            written = written[int(part)] if part.isdecimal() and int(part) < len(written) else None
-        else:
-            written = written.get(part) if isinstance(written, Mapping) else None
+        written = written if isinstance(written, str) else value_at(written, part)
     return written
 
 

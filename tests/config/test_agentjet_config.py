@@ -253,10 +253,12 @@ def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("root", "value", "shown"), [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list")]
+    ("root", "value", "shown"),
+    [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list"), ("astuner", None, "empty")],
 )
 def test_a_root_that_is_no_mapping_is_named(tmp_path: Path, root: str, value: Any, shown: str) -> None:
-    for raw in ({root: value}, {root: value, "feedback_tracing": SECTION, "model": MODEL}):
+    beside = {root: value, "feedback_tracing": SECTION, "model": MODEL}
+    for raw in ({root: value}, beside) if value is not None else ({root: value},):
         with pytest.raises(ConfigError, match=rf"use .*: `{root}` is {shown}, not a mapping\. Correct it\. See"):
             read(tmp_path, raw)
 

@@ -13,7 +13,7 @@ import yaml
 
 from flywheel.config.file import Config, load, parse
 from flywheel.config.foreign import Row
-from flywheel.config.ingest import JsonlSource
+from flywheel.config.ingest import JsonlSource, StudioSource
 from flywheel.config.sage import CLASSES, SAGE, rubrics_in
 from flywheel.config.section import put
 from flywheel.config.training import CoresetSettings, ReplaySettings
@@ -24,6 +24,7 @@ from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.files import shipped_folder
 from tests.factories.foreign_files import SFT
 
+SHIPPED_FILE = yaml.safe_load((shipped_folder() / "rubrics" / "agent-reward.yaml").read_text())
 DPO = {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False}
 TRACES = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}}
 
@@ -338,6 +339,23 @@ def test_what_a_file_leaves_open_or_contradicts_is_refused(raw: dict[str, Any], 
 def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
     message = refusal({"reward_config": {"timeout_seconds": value}})
     assert re.search("`reward_config.timeout_seconds`: `timeout_seconds`: it must be (above 0|a .*number)", message)
+
+
+def test_rewards_without_numbers_are_those_of_sage() -> None:
+    (row,) = rows({"reward_config": {}})["reward_config"]
+    assert (row.outcome, row.use, row.made) == ("replaced by", "filter.rubric", "rubrics/agent-reward.yaml")
+    assert translate({"reward_config": {}}, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+
+
+def test_the_data_of_sft_are_not_those_of_a_file_with_a_reader() -> None:
+    raw = {"ajet": TRACES, "sft_config": {"train_data": "a.jsonl", "lora_r": 8}}
+    (row,) = rows(raw)["sft_config.train_data"]
+    assert (row.outcome, row.why) == ("without effect", "task_reader counts")
+    assert [type(each) for each in read(raw).sources] == [StudioSource]
+
+
+def test_a_key_named_class_is_none_of_sages() -> None:
+    assert "unknown key `class`" in refusal({"class": "dpo", "sft_config": {"lora_r": 8}})
 
 
 def test_a_penalty_that_another_one_has_is_a_row_of_its_own() -> None:
