@@ -294,7 +294,7 @@ def rows_of(raw: Mapping[str, Any], *, alone: bool = True) -> tuple[list[Row], d
     """The rows of such options, and the file without them. Where they do not stand `alone`, in a file of AgentJet's,
     a preset, a warm-up and most names at the root are what a workflow reads, and `task_reader` names the sources."""
     found, rest = _options(raw, alone=alone)
-    return [*_rows(found, raw, alone=alone)], rest
+    return [*rows_for(found, raw, alone=alone)], rest
 
 
 def _options(raw: Mapping[str, Any], *, alone: bool) -> tuple[list[Option], dict[str, Any]]:
@@ -349,8 +349,9 @@ def _stages(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[list[str]
     return [*stages, *([rl] if rl and given.get("run_rl", True) else [])], rl
 
 
-def _rows(found: list[Option], raw: Mapping[str, Any], *, alone: bool) -> Iterator[Row]:
-    """The rows of options, after what they say together: which stages there are."""
+def rows_for(found: list[Option], raw: Mapping[str, Any], *, alone: bool = True) -> Iterator[Row]:
+    """The rows of options that are `found` beside Flywheel's own keys in `raw`, after what they say together: which
+    stages there are."""
     given = {key: value for _, key, value in found}
     stages, rl = _stages(given, raw)
     if stages and not has(raw, "training.stages") and given.keys().isdisjoint(NAMING):

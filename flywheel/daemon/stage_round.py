@@ -103,12 +103,10 @@ def prepare(
     short = {name: keys[at] for name, keys in SHORT.items() if keys[at]}
     # That of GRPO is no setting: its steps follow from the tasks.
     epochs = given.pop("epochs", None) if stage == "grpo" else None
-    if epochs is not None and ("steps" in given or not isinstance(epochs, int) or epochs < 1):
-        hint = f"Give a whole number from 1, without {called('steps')}, which follow from it and the tasks."
+    has_steps = "steps" in given or any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single)
+    if epochs is not None and (has_steps or not isinstance(epochs, int) or epochs < 1):
+        hint = f"Give a whole number from 1, without {called('steps')} (training.steps): they follow from the epochs."
         raise ConfigError(attempted, f"{called('epochs')} is {epochs}", hint)
-    if epochs is not None and any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single):
-        why = f"{called('epochs')} is {epochs}, and --set training.steps is given, too"
-        raise ConfigError(attempted, why, "Give one of them: the steps follow from the epochs and the tasks.")
     sections = {key for key in given if key in _SECTIONS and isinstance(given[key], Mapping)}
     if unknown := given.keys() - {*short, *FILES, *sections}:
         why = f"there is no argument `{min(unknown)}`"

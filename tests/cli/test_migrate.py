@@ -616,14 +616,13 @@ def test_secrets_of_flywheels_own_sections_are_neither_printed_nor_written(
     # Nothing is filled in in files of SAGE's.
     for base in (TRACED, OF_TRINITY) if "${" in str(own) else (TRACED, OF_TRINITY, OF_SAGE):
         write_yaml(tmp_path / "a.yaml", base | own)
-        ran = flywheel("migrate", "a.yaml", "--output", "made")
-        as_json = flywheel("migrate", "a.yaml", "--json", "--output", "made")
-        written = "".join(each.read_text() for each in (tmp_path / "made").rglob("*") if each.is_file())
-        assert HIDDEN not in ran.out + ran.err + as_json.out + as_json.err + written
-        rows = {row["place"]: row for row in as_json.json["rows"] if row["outcome"] == "refused"}
-        assert (ran.code, as_json.code, [*rows], (tmp_path / "made").exists()) == (1, 1, places, False)
+        ran = flywheel("migrate", "a.yaml", "--json", "--output", "made")
+        assert HIDDEN not in ran.out + ran.err
+        rows = {row["place"]: row for row in ran.json["rows"] if row["outcome"] == "refused"}
+        assert (ran.code, [*rows], (tmp_path / "made").exists()) == (1, places, False)
         assert rows[places[0]]["value"] == (variable or "[secret]")
         assert "_env`" in rows[places[0]]["hint"]
+    assert HIDDEN not in flywheel("migrate", "a.yaml").out
 
 
 @pytest.mark.parametrize("name", ["base_url", "custom_rubrics"])
