@@ -163,9 +163,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 def _of_class(command: str, found: Sequence[Option]) -> list[Row]:
     """The rows of options of SAGE's class for a command that have no option of the same name here, as its file has
     them. Raises ConfigError for what is no value."""
-    of, naming = "sft_config", ("", "run_sft", True)
-    if command != "train sft":
-        of, naming = "rl_config", ("", "rl_config.algorithm", command.split()[1])
+    of, naming = "rl_config", ("", "rl_config.algorithm", command.split()[1])
+    if command == "train sft":
+        of, naming = "sft_config", ("", "run_sft", command)
     options = [
         (place, f"{of}.{key.replace('-', '_')}", yaml_value(str(value), f"use {place}", "Correct it."))
         for place, key, value in found
