@@ -151,10 +151,10 @@ def _rubric(values: Values) -> Any:
     except ValidationError as error:
         hint = "Correct it: a weight is a number from 0 on, a penalty one up to 0."
         return Refusal(explain(error, Rewards), hint)
-    for name, parts in _parts().items():
-        known = [*parts, NO_PART] if name == "penalties" else parts
-        if unknown := [part for part in getattr(found, name) if part not in known]:
-            return Refusal(f"there is no {unknown[0]}", f"These can have a number: {', '.join(parts)}.")
+    for name in ("weights", "penalties"):
+        parts = [each["id"] for each in _shipped()["criteria"] if _section_of(each) == name]
+        if unknown := getattr(found, name).keys() - {*parts, NO_PART if name == "penalties" else ""}:
+            return Refusal(f"there is no {min(unknown)}", f"These can have a number: {', '.join(parts)}.")
     total = sum(found.weights.values())
     if "weights" in given and abs(total - 1) > SMALL:
         return Refusal(f"`weights` add up to {total:g}", "Let them add up to 1: a score is divided by their sum.")
@@ -257,37 +257,27 @@ def _shipped() -> dict[str, Any]:
     return made
 
 
-def _parts() -> dict[str, list[str]]:
-    """The criteria that can have a number in each section of `reward_config`."""
-    weights = {each["id"]: each["weight"] for each in _shipped()["criteria"]}
-    return {
-        "weights": [part for part, weight in weights.items() if weight > SMALL],
-        "penalties": [part for part, weight in weights.items() if weight < 0],
-    }
+def _section_of(criterion: Mapping[str, Any]) -> str:
+    """The section of `reward_config` that has the number of a criterion; empty if none has."""
+    return "weights" if criterion["weight"] > SMALL else "penalties" if criterion["weight"] < 0 else ""
 
 
 def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     """The rubric that `reward_config` of a file stands for, by the name of its file: the shipped one with its
     numbers, without parts that have none; empty without the section."""
-    given = raw.get("reward_config") if isinstance(raw, Mapping) else None
+    given = value_at(raw, "reward_config")
     if not isinstance(given, Mapping):
         return {}
-    made = _shipped()
-    numbers = {
-        part: given[name].get(part, 0)
-        for name, parts in _parts().items()
-        if isinstance(given.get(name), Mapping)
-        for part in parts
-    }
-    made["criteria"] = [
-        {**each, "weight": numbers.get(each["id"], each["weight"])}
-        for each in made["criteria"]
-        if numbers.get(each["id"], True)
-    ]
+    made, criteria = _shipped(), list[dict[str, Any]]()
     for each in made["criteria"]:
+        numbers = given.get(_section_of(each))
+        if isinstance(numbers, Mapping):
+            each["weight"] = numbers.get(each["id"], 0)
         if each["id"] == "timeout" and given.get("timeout_seconds") is not None:
             each["value"] = given["timeout_seconds"]
-    return {RUBRIC: made}
+        if each["weight"]:
+            criteria.append(each)
+    return {RUBRIC: {**made, "criteria": criteria}}
 
 
 def rows_of(raw: Mapping[str, Any], *, alone: bool = True) -> tuple[list[Row], dict[str, Any]]:
