@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from flywheel.config.file import Config, parse
-from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import GivenSetting, has, merged
 from flywheel.config.training import Stage
@@ -163,11 +162,8 @@ def _settings(
             # What stands in the place of a section is refused below.
             with contextlib.suppress(ConfigError):
                 raw = GivenSetting(key, value).put_into(raw)
-    try:
-        return parse(raw, name, folder, given=single)
-    except ConfigError as error:
-        origins = {key: called(argument) for argument, key in short.items() if argument in given}
-        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
+    names = {key: called(argument) for argument, key in short.items() if argument in given}
+    return parse(raw, name, folder, given=single, names=names)
 
 
 def _path(value: Any, attempted: str, name: str) -> Path:

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel
 
 from flywheel.config.file import Config, parse
-from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
@@ -217,10 +216,7 @@ def _settings(
         rollout["reward_function"] = _spec_of(given["judge_func"])
     # Nothing is read from a source: without this, Studio's database would have to exist.
     both.setdefault("sources", [])
-    try:
-        return parse(both, name, folder)
-    except ConfigError as error:
-        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
+    return parse(both, name, folder, names=origins)
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:

@@ -135,11 +135,11 @@ def test_an_option_without_effect_has_its_reason(option: str) -> None:
 
 
 def test_other_options_are_settings_as_in_a_file_of_sage() -> None:
-    options = "--lora-r 64 --batch-size 4 --optim adamw --use-dora --lr_scheduler=cosine --lora-alhpa 2"
+    options = "--lora-r 128 --batch-size 4 --optim adamw --use-dora --lr_scheduler=cosine --lora-alhpa 2"
     found = translated(f"sage-dev agent train sft --data d --output o {options}")
     assert (lines_of(found) or "").endswith(
-        "--output o --set training.lora.r=64 --set training.sft.batch_size=64 "
-        """--set 'training.sft.scheduler="cosine"'"""
+        "--output o --set training.lora.r=128 --set training.sft.batch_size=64 "
+        """--set 'training.sft.scheduler="cosine"' --set serving.max_lora_rank=128"""
     )
     rows = {row.place: (row.outcome, row.why) for row in found.rows if row.outcome in ("refused", "without effect")}
     assert rows == {
