@@ -349,9 +349,6 @@ def settings_of(raw: Mapping[str, Any], made: dict[str, Any]) -> tuple[dict[str,
     own = {key: raw[key] for key in raw if key in SECTIONS and raw[key] is not None}
     made["sources"] = _sources(_kind(raw), _settings(raw), _mapping(made.get("sources")).get("path"))
     settings, assumed = merged(made, own), list[Row]()
-    if isinstance(value_at(settings, "rollout.agent"), Mapping) and not has(settings, "rollout.agent.folder"):
-        # Written elsewhere, its own folder would be another one.
-        settings = GivenSetting("rollout.agent.folder", ".").put_into(settings)
     if _kind(raw) == HUB:
         # A split that the section does not name has the section's line.
         assumed.append(Row(f"{_root(raw)}.task_reader.{HUB}", None, "taken over", "sources.dataset.split"))
