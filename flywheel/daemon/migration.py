@@ -196,7 +196,8 @@ def _shown(row: Row, written: Any, *, has_backbone: bool) -> Row:
 
 def _with_error(row: Row, error: ConfigError) -> Row:
     """The row; refused where the settings are wrong by its value."""
-    problem = next((each for each in error.why.split("; ") if f"`{row.place}`" in each), "")
+    problems = re.split(r"; (?=`|unknown key |and \d)", error.why)
+    problem = next((each for each in problems if f"`{row.place}`" in each), "")
     if not (row.place and row.sets and problem):
         return row
     return row._replace(outcome="refused", made=None, why=problem, hint="Correct it.")

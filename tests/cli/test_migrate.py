@@ -536,6 +536,15 @@ def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
     assert (ran.code, "`training.steps`" in ran.err) == (78, True)
 
 
+def test_a_rule_about_two_settings_refuses_both_with_the_whole_reason(tmp_path: Path) -> None:
+    chosen = {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True}
+    write_yaml(tmp_path / "a.yaml", {"sft_config": {"base_model": "m", **chosen}})
+    refused = migrated(tmp_path / "a.yaml").refused
+    assert [row.place for row in refused] == ["sft_config.coreset_target_size", "sft_config.use_online_continual"]
+    for row in refused:
+        assert "strategy loss_topk has no replay; use diversity or random (coreset is `sft_config" in row.why
+
+
 def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:
     write_yaml(tmp_path / "t.yaml", {"algorithm": {"repeat_times": 4}, "buffer": {"batch_size": 2}})
     ran = flywheel("migrate", "t.yaml", "--output", "made")
