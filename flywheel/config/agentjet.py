@@ -21,7 +21,7 @@ from typing import Any, Final
 import yaml
 
 from flywheel.config.foreign import SECTIONS, Made, Only, Refusal, Row, Table, Without
-from flywheel.config.sage import ESTIMATOR, ROOTS, served
+from flywheel.config.sage import ESTIMATOR, ROOTS
 from flywheel.config.section import GivenSetting, has, merged, value_at
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.errors import ConfigError
@@ -42,10 +42,10 @@ MODEL: Final = "qwen3-235b-a22b-instruct-2507"
 DASHSCOPE: Final = "https://dashscope.aliyuncs.com/compatible-mode/v1"
 DASHSCOPE_KEYS: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
 DASHSCOPE_JUDGE: Final = {
-    "judge.model": MODEL,
-    "judge.base_url": DASHSCOPE,
-    "judge.api_key_env": DASHSCOPE_KEYS[0],
-    "judge.backup.api_key_env": DASHSCOPE_KEYS[1],
+    "judge.model": (MODEL, ""),
+    "judge.base_url": (DASHSCOPE, ""),
+    "judge.api_key_env": (DASHSCOPE_KEYS[0], ""),
+    "judge.backup.api_key_env": (DASHSCOPE_KEYS[1], ""),
 }
 """AgentJet's judge, for a file without the address of another."""
 ASSUMED: Final = {
@@ -259,9 +259,6 @@ AGENTJET: Final = Table("agentjet", {
 def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
     """The rows of a configuration in a `file`. Sections of Flywheel's own may also be present and take precedence."""
     own, kind, rows = {key: raw[key] for key in raw if key in SECTIONS}, _kind(raw), list[Row]()
-    if not value_at(own, "judge.base_url"):
-        judge = {key: value for key, value in DASHSCOPE_JUDGE.items() if not has(own, key)}
-        rows = [Row("", None, "taken over", key, value) for key, value in judge.items()]
     found = list[tuple[str, str, Any]]()
     for place, key, value in _keys_in(raw):
         reader = key.split(".")[1] if key.startswith("task_reader.") else ""
@@ -279,9 +276,7 @@ def rows_of(raw: Mapping[str, Any], file: Path | None) -> list[Row]:
             left = (each for each in _list(value) if each not in used)
             rows += (Row(f"{place} {each}", each, "without effect", why=why) for each in left)
     rows += AGENTJET.rows(found)
-    rows += served(rows, own)
     made = {row.use: row for row in rows}
-    rows = [row for row in rows if row.place or made[row.use] is row]
     return [*rows, *_program(raw, own, made), *_missing(raw, own, made)]
 
 
@@ -353,7 +348,8 @@ def settings_of(raw: Mapping[str, Any], made: dict[str, Any]) -> tuple[dict[str,
         # A split that the section does not name has the section's line.
         assumed.append(Row(f"{_root(raw)}.task_reader.{HUB}", None, "taken over", "sources.dataset.split"))
     count = len(settings["sources"]) if isinstance(settings["sources"], list) else 0
-    for key, (value, why) in ASSUMED.items():
+    judge = {} if value_at(own, "judge.base_url") else DASHSCOPE_JUDGE
+    for key, (value, why) in {**judge, **ASSUMED}.items():
         for path in [f"sources.{n}.models.include" for n in range(count)] if key.startswith("sources.") else [key]:
             if not has(settings, path):
                 # What stands in the place of a section is refused later.

@@ -62,14 +62,13 @@ def translate(raw: Mapping[str, Any], file: Path | None, *, fits: bool = True) -
         return Translation(TUNER, TRINITY.page, [*map(without_keys, rows), *trinity.missing(settings)], settings)
     is_sages = MARKERS.isdisjoint(map(str, raw))
     of_sage, own = sage.rows_of(raw, alone=is_sages)
-    of_sage += served(of_sage, raw)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
-    made = settings_in(of_sage)
+    rows = [*([] if is_sages else agentjet.rows_of(own, file)), *of_sage]
+    rows += served(rows, raw)
+    made = settings_in(rows)
     if is_sages:
-        program, page = ("SAGE", SAGE.page) if of_sage else ("", "configuration")
-        return Translation(program, page, [*map(without_keys, of_sage)], merged(made, own), rubrics)
-    of_agentjet = agentjet.rows_of(own, file)
-    made, rows = merged(settings_in(of_agentjet), made), [*of_agentjet, *of_sage]
+        program, page = ("SAGE", SAGE.page) if rows else ("", "configuration")
+        return Translation(program, page, [*map(without_keys, rows)], merged(made, own), rubrics)
     if fits and not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, str(file or "the file"))
     settings, assumed = agentjet.settings_of(own, made)
