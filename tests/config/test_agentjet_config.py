@@ -221,14 +221,6 @@ def test_what_cannot_be_used_is_named_with_what_to_use(raw: Any, complaint: str,
         read(tmp_path, raw)
 
 
-def test_the_backbone_debug_is_a_round_of_ours() -> None:
-    (row,) = agentjet.AGENTJET.rows([("ajet.backbone", "backbone", "debug")])
-    assert (row.outcome, row.why) == (
-        "without effect",
-        "`flywheel round --debug` makes rollouts without training",
-    )
-
-
 def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
     section = copy.deepcopy(SECTION)
     params = section["filters"][1] = {"type": "deduplication", "params": {"model": "text-embedding-v4"}}

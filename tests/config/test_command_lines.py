@@ -172,11 +172,6 @@ def test_each_line_has_a_command_and_options_that_flywheel_has() -> None:
         assert rest == [], line
 
 
-def test_the_line_can_name_another_file_of_settings() -> None:
-    found = translated("ajet --conf a.yaml", Path("out/flywheel.yaml"))
-    assert (lines_of(found), found.file) == ("run -c out/flywheel.yaml", Path("a.yaml"))
-
-
 def test_a_key_is_in_no_row() -> None:
     key = "sk-" + "0123456789abcdef" * 2
     for option in (f"--api-key {key}", f"--api-key={key}", "--hf-token short-one", f"--other {key}"):

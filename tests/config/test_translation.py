@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config.file import load
 from flywheel.config.translation import translate
-from flywheel.config.trinity import TASKSET
-from flywheel.errors import ConfigError
 from tests.factories.foreign_files import foreign_files
 
 FILES = dict(foreign_files())
@@ -39,26 +36,3 @@ def test_no_row_has_a_key_and_one_from_the_environment_is_its_variable(
         assert shown == ("$OF_THE_USER" if is_variable else "[secret]")
     (row,) = (row for row in translate({"ajet": below | agent}, None).rows if row.use == "rollout.agent.config")
     assert row.made["ajet"]["board"] == {"api_key": None, "size": 4}
-
-
-def test_a_trinity_file_names_the_command_that_makes_its_script(tmp_path: Path) -> None:
-    (tmp_path / "tuner.yaml").write_text("algorithm: {repeat_times: 4}\nbuffer: {batch_size: 2}\n")
-    with pytest.raises(ConfigError) as refused:
-        load(tmp_path / "tuner.yaml")
-    assert f"`flywheel migrate {tmp_path}/tuner.yaml --output DIR` writes a script" in str(refused.value)
-    assert "flywheel.tuner.tune" in str(refused.value)
-    found = translate({"algorithm": {"repeat_times": 4}, "buffer": {"batch_size": 2}, "mode": "train"}, None)
-    assert (found.program, [(row.place, row.use) for row in found.refused]) == (
-        "Trinity-RFT",
-        [("mode", ""), ("model.model_path", "model.base"), (f"{TASKSET}.path", "train_dataset.path")],
-    )
-    assert found.settings == {"training": {"group_size": 4, "prompts_per_step": 2}}
-
-
-def test_a_missing_value_is_a_refused_row_with_the_key_to_fill_in() -> None:
-    hub = {"task_reader": {"type": "huggingface_dat_repo"}}
-    found = translate({"ajet": hub}, None)
-    assert [(row.place, row.value, row.use) for row in found.refused] == [
-        ("ajet.task_reader.huggingface_dat_repo.dataset_path", None, "sources.0.dataset.path"),
-        ("ajet.model.path", None, "model.base"),
-    ]
