@@ -103,7 +103,7 @@ class Migration:
         if self.config is not None:
             return await forecast_of_sources(self.config)
         # A file of Trinity-RFT names data sets, and no traces.
-        return None, ["the file names no database"] if self.program == TUNER and not self.refused else []
+        return None, ["the file names no database"] if SCRIPT in self.files and not self.refused else []
 
 
 def migrated(given: str | Path, output: Path | None = None) -> Migration:
@@ -114,12 +114,13 @@ def migrated(given: str | Path, output: Path | None = None) -> Migration:
         line = translated(str(given), None if output is None else output / SETTINGS)
         if line.file is None:
             return Migration(line.program, line.rows, commands=line.lines)
-    places = {row.place for row in line.rows} if line else set()
-    file, folder = (
-        tidied(expanded(each).absolute())
-        for each in (line.file if line and line.file else Path(given), output or Path())
-    )
-    made = _of_file(file, folder, has_backbone="--backbone" in places)
+    named = line.file if line and line.file else Path(given)
+    try:
+        file, folder = (tidied(expanded(each).absolute()) for each in (named, output or Path()))
+    except (OSError, ValueError) as error:
+        why = f"the current directory is not there: {error}" if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"migrate {named}", why, "Name the whole path.") from None
+    made = _of_file(file, folder, has_backbone=any(row.place == "--backbone" for row in line.rows) if line else False)
     return made if line is None else _of_line(line, made, output)
 
 

@@ -435,6 +435,7 @@ def test_a_command_line_with_a_file_of_trinity_is_its_program(flywheel: Run, tmp
     write_yaml(tmp_path / "t.yaml", {"buffer": taskset, "model": {"model_path": "m"}})
     ran = flywheel("migrate", "ajet --conf t.yaml", "--output", "my tuner", "--json")
     assert (ran.code, ran.json["written"]) == (0, ["my tuner/tune.py"])
+    assert ran.json["unread"] == ["the file names no database"]
     assert ran.json["commands"] == ["python 'my tuner/tune.py' WORKFLOW.py:FUNCTION"]
     ran = flywheel("migrate", "ajet --conf t.yaml", "--json")
     assert ran.json["commands"] == [
