@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from flywheel.cli.app import COMMANDS, app
 from flywheel.config.agentjet import AGENTJET, DEFAULTS
-from flywheel.config.foreign import Table
+from flywheel.config.foreign import Only, Refusal, Table, Without
 from flywheel.config.trinity import TRINITY
 from flywheel.records import states
 from flywheel.sources.otlp import conventions
@@ -213,17 +213,18 @@ def tuner_page() -> str:
 
 
 def _page_of(page: Path, head: str, table: Table, rest: list[str]) -> str:
-    def rows(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def rows(by_name: Mapping[str, Any], kind: type) -> Iterator[tuple[str, Any]]:
         for what, each in groupby(by_name.items(), itemgetter(1)):
-            yield ", ".join(f"`{name.replace('=', ': ')}`" for name, _ in each), what
+            if isinstance(what, kind):
+                yield ", ".join(f"`{name.replace('=', ': ')}`" for name, _ in each), what
 
     parts = [page.read_text().partition(head.splitlines()[0])[0] + head]
     parts += ["### Used", "", "Of several keys in a row, the last that a file sets counts.", ""]
     parts += ["| key | here |", "|---|---|"]
-    parts += [f"| {names} | `{ours}` |" for names, ours in rows(table.uses)]
+    parts += [f"| {names} | `{ours}` |" for names, ours in rows(table.uses, str)]
     parts += ["", "### Refused", "", "| value | because | instead |", "|---|---|---|"]
-    parts += [f"| {names} | {_cell(why)} | {_cell(hint)} |" for names, (hint, why) in rows(table.refused)]
-    for names, (possible, why) in rows(table.only):
+    parts += [f"| {names} | {_cell(why)} | {_cell(hint)} |" for names, (why, hint) in rows(table.entries, Refusal)]
+    for names, (possible, why, _) in rows(table.entries, Only):
         choices = " or ".join(f"`{str(each).lower()}`" for each in possible)
         parts.append(f"| {names}, another value | {_cell(why)} | {choices or '–'} |")
     parts += [
@@ -235,7 +236,7 @@ def _page_of(page: Path, head: str, table: Table, rest: list[str]) -> str:
         "| key | because |",
         "|---|---|",
     ]
-    parts += [f"| {names} | {_cell(why)} |" for names, why in rows(table.reasons)]
+    parts += [f"| {names} | {_cell(why)} |" for names, why in rows(table.entries, Without)]
     return "\n".join([*parts, "", *rest])
 
 

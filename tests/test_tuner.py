@@ -75,7 +75,8 @@ def test_the_objects_of_agentscopes_tuner(caplog: pytest.LogCaptureFixture) -> N
     assert isinstance(found.rollout.agent, AgentProgramSettings)
     assert found.rollout.agent.workflow == f"{Path(__file__)}:run"
     assert found.training.save_steps == 100
-    assert "the algorithm: without effect: algorithm.eval_interval_steps; see" in caplog.text
+    assert "the arguments: without effect: " in caplog.text
+    assert ", algorithm.eval_interval_steps; see" in caplog.text
 
 
 def test_the_data_sets_of_a_trinity_file_and_its_epochs(tmp_path: Path) -> None:

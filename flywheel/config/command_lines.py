@@ -14,47 +14,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from flywheel.config.foreign import Row, Table
-from flywheel.config.sage import PPO
-from flywheel.config.translation import translate
+from flywheel.config.foreign import Made, Refusal, Row, Table, Without
+from flywheel.config.sage import PPO, Option, rows_for, served
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED, without_secrets
 from flywheel.system.yaml_file import yaml_value
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
-LAUNCHER: Final = Table(
-    "agentjet",
-    {"backbone": COMMAND, "conf": "-c"},
-    made={COMMAND: lambda values: "round --debug" if values["backbone"] == "debug" else "run"},
-    only={},
-    refused={"swarm-server swarm-overwatch": ("Write the agent as a workflow.", "for agents that run elsewhere")},
-    unused={
-        "with-ray with-ray-cluster": "a round starts a Ray of its own, or uses that of `ray.address`",
-        "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
-            "no service of an environment is started: start it before the workflow asks it",
-        "with-logview": "`flywheel rollouts` shows rollouts, and `flywheel run --web` serves pages",
-        "exp-dir": "`state.dir` has the files of rounds",
-        "debug db bp breakpoint": "workflows run in processes of their own, which wait for no debugger",
-        "skip-check-avail-gpu": "no start waits for free GPUs; `flywheel doctor` looks at them",
-        "kill autokill": "nothing is ever killed by name: a round ends the processes that it started",
-        "reboot": "AgentJet does nothing with it either",
-    },
-    refuses_close=True,
-)  # fmt: skip
+LAUNCHER: Final = Table("agentjet", {
+    "backbone": Made(COMMAND, lambda values: "round --debug" if values["backbone"] == "debug" else "run"),
+    "conf": "-c",
+    "swarm-server swarm-overwatch": Refusal("for agents that run elsewhere", "Write the agent as a workflow."),
+    "with-ray with-ray-cluster": Without("a round starts a Ray of its own, or uses that of `ray.address`"),
+    "with-appworld with-bfcl with-crafters with-deepfinance with-exp-maker with-finworld with-webshop prefix":
+        Without("no service of an environment is started: start it before the workflow asks it"),
+    "with-logview": Without("`flywheel rollouts` shows rollouts, and `flywheel run --web` serves pages"),
+    "exp-dir": Without("`state.dir` has the files of rounds"),
+    "debug db bp breakpoint": Without("workflows run in processes of their own, which wait for no debugger"),
+    "skip-check-avail-gpu": Without("no start waits for free GPUs; `flywheel doctor` looks at them"),
+    "kill autokill": Without("nothing is ever killed by name: a round ends the processes that it started"),
+    "reboot": Without("AgentJet does nothing with it either"),
+}, refuses_close=True)  # fmt: skip
 SAME: Final = "model sft-model base-model data benchmark output epochs beta num-samples metrics"
 """The options of SAGE's commands that Flywheel's have, too."""
-AGENT: Final = Table(
-    "sage",
-    {"command": COMMAND, "config": "-c", **{name: f"--{name}" for name in SAME.split()}},
-    made={},
-    only={},
-    refused={"ppo": ("Use `flywheel train grpo`.", f"refused: {PPO}")},
-    unused={"algorithm": "it chooses the command"},
-    refuses_close=True,
-)
+AGENT: Final = Table("sage", {
+    "command": COMMAND,
+    "config": "-c",
+    **{name: f"--{name}" for name in SAME.split()},
+    "ppo": Refusal(f"refused: {PPO}", "Use `flywheel train grpo`."),
+    "algorithm": Without("it chooses the command"),
+}, refuses_close=True)  # fmt: skip
 LAUNCHED: Final[Mapping[str, str]] = {"backbone": "verl or trinity", "conf": ""}
 """What the launcher does without an option that Flywheel's line must have; empty where it does nothing."""
 _TRAINING: Final = {"base-model": "Qwen/Qwen2.5-7B-Instruct", "data": "", "output": ""}
@@ -79,8 +71,6 @@ class Translated:
     """What becomes of another program's command line."""
 
     program: str
-    page: str
-    """Of `flywheel docs`."""
     rows: list[Row]
     """Of each option, with its name as the place, and of what the program does without one, with an empty place.
     Flywheel's key is an option, or `COMMAND`."""
@@ -137,14 +127,14 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     if assumed is None:
         typed = ["sage-dev", *typed]
         why, hint = f"Flywheel has nothing like `{shlex.join(typed)}`", "It has `train sft|dpo|grpo` and `evaluate`."
-        return Translated(name, table.page, [Row(shlex.join(typed), None, "refused", why=why, hint=hint)], [], None)
+        return Translated(name, [Row(shlex.join(typed), None, "refused", why=why, hint=hint)], [], None)
     if command:
         found.append((place, "ppo" if command == "train ppo" else "command", command))
     for key, value in assumed.items():
         # A base model is that of the adapter, or of the file, where one is named.
         if key not in given and not (key == "base-model" and {"sft-model", "config"} & given.keys()):
             found.append(("" if value else f"--{key}", key, value))
-    of_class = [*_of_class(command, found)] if "output" in assumed else []
+    of_class = _of_class(command, found) if "output" in assumed else []
     places = [row.place for row in of_class]
     rows = [_filled(row) for row in table.rows(each for each in found if each[0] not in places)]
     made = {row.use: row.made for row in rows if row.use}
@@ -155,10 +145,10 @@ def of_words(program: str, words: Sequence[str], settings: Path | None = None) -
     options += (each for row in of_class if row.sets for each in ("--set", f"{row.use}={json.dumps(row.made)}"))
     lines = [f"flywheel {made[COMMAND]} {shlex.join(options)}"] if COMMAND in made else []
     rows += of_class
-    return Translated(name, table.page, rows, lines, Path(file) if file else None)
+    return Translated(name, rows, lines, Path(file) if file else None)
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+def _options(words: Sequence[str]) -> Iterator[Option]:
     """Each option as it is written, its name, and its value, which is True if it has none, and never a key. Any other
     word is an option without a value."""
     for before, word, after in zip(["=", *words], words, [*words[1:], "--"], strict=False):
@@ -170,19 +160,19 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
             yield word, word, True
 
 
-def _of_class(command: str, found: Sequence[tuple[str, str, Any]]) -> Iterator[Row]:
+def _of_class(command: str, found: Sequence[Option]) -> list[Row]:
     """The rows of options of SAGE's class for a command that have no option of the same name here, as its file has
     them. Raises ConfigError for what is no value."""
-    of, stage = ("sft_config", {}) if command == "train sft" else ("rl_config", {"algorithm": command.split()[1]})
-    places, values = dict[str, str](), dict[str, Any]()
-    for place, key, value in found:
-        name = key.replace("-", "_")
-        if key not in AGENT.names and not AGENT.meant_by(key):
-            places[f"{of}.{name}"] = place
-            values[name] = yaml_value(str(value), f"use {place}", "Correct it.")
-    for row in translate({of: {**stage, **values}}, None).rows:
-        if option := places.get(row.place):
-            yield row._replace(place=option, why=row.why.replace(f"`{row.place}`", f"`{option}`"))
+    of, naming = "rl_config", ("", "rl_config.algorithm", command.split()[1])
+    if command == "train sft":
+        of, naming = "sft_config", ("", "run_sft", command)
+    options = [
+        (place, f"{of}.{key.replace('-', '_')}", yaml_value(str(value), f"use {place}", "Correct it."))
+        for place, key, value in found
+        if key not in AGENT.names and not AGENT.meant_by(key)
+    ]
+    rows = [*rows_for([naming, *options], {})]
+    return [row for row in (*rows, *served(rows, {})) if row.place]
 
 
 def _filled(row: Row) -> Row:

@@ -395,12 +395,14 @@ def parse(
     document: YamlDocument | None = None,
     given: Sequence[str] = (),
     found: Translation | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Config:
     """Check a parsed configuration. Relative paths are relative to `folder`, or to the project root of a file of
     AgentJet's. Raises ConfigError.
 
     With the `document` that `raw` is from, what is wrong is named with its line. Settings that are `given` as
-    KEY=VALUE take the place of those in `raw`. What becomes of `raw` is `found`, if it is known and said already.
+    KEY=VALUE take the place of those in `raw`. What becomes of `raw` is `found`, if it is known and said already. In
+    errors, settings have the caller's `names`, by Flywheel's keys.
     """
     attempted, settings = f"use configuration {name}", [GivenSetting.of(text) for text in given]
     if not isinstance(raw, dict):
@@ -431,7 +433,7 @@ def parse(
         config = Config.model_validate(_with_dataset_paths(found.settings_in(file)), context=start)
     except ValidationError as error:
         places = {numbered(use): row.place for use, row in _origins(found.rows, whole).items() if row.place}
-        why = with_names(explain(error, Config, document, elsewhere=keys), places)
+        why = with_names(explain(error, Config, document, elsewhere=keys), {**places, **(names or {})})
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(attempted, why, hint) from None
     config._file, config._project, config._given = file, found.project, frozenset(keys)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 from flywheel.config.section import put
 from flywheel.errors import ConfigError
@@ -28,19 +28,37 @@ SECTIONS: Final = frozenset((
     "gate", "targets", "serving", "deploy", "ray", "retention", "daemon", "notify", "export",
 ))  # fmt: skip
 """The sections of Flywheel's own files, which another program's file may have as well."""
-T = TypeVar("T")
 Outcome = Literal["taken over", "replaced by", "without effect", "refused"]
 
 
 class Without(str):
-    """In place of a value: the reason why a key has no effect."""
+    """Of a key or a value: the reason why it has no effect."""
 
 
 class Refusal(NamedTuple):
-    """In place of a value: why a key is refused, and what to do."""
+    """Why a key or a value is refused, and what to do."""
 
     why: str
     hint: str
+
+
+class Made(NamedTuple):
+    """Flywheel's key, and what makes its value of all values of a file: also `Without` or `Refusal`."""
+
+    use: str
+    of: Callable[[Mapping[str, Any]], Any]
+
+
+class Only(NamedTuple):
+    """The values that are possible, and the reason. Without a `use`, they need nothing."""
+
+    possible: tuple[Any, ...]
+    why: str
+    use: str | Made = ""
+
+
+Entry = str | Made | Only | Refusal
+"""What becomes of a key: it is copied to Flywheel's key of that name, or it is one of the others, or `Without`."""
 
 
 class Row(NamedTuple):
@@ -66,46 +84,29 @@ class Row(NamedTuple):
         """Whether Flywheel's key gets the value."""
         return bool(self.use) and self.outcome != "refused"
 
-    @property
-    def meaning(self) -> str:
-        return f"used as {self.use}" if self.sets else f"{self.outcome}: {self.why}"
-
-
-def _by_name(table: Mapping[str, T]) -> dict[str, T]:
-    return {name: what for names, what in table.items() for name in names.split()}
-
 
 class Table:
-    """The keys of one program, by their names: dotted paths, several with spaces between them. A name in `unused` or
-    `refused` may be `KEY=VALUE`, for one value."""
+    """The keys of one program, by their names: dotted paths, several with spaces between them. A name may also be
+    `KEY=VALUE`, for one value that is refused or without effect."""
 
     def __init__(
-        self,
-        page: str,
-        used: Mapping[str, str],
-        *,
-        made: Mapping[str, Callable[[Mapping[str, Any]], Any]],
-        only: Mapping[str, tuple[tuple[Any, ...], str]],
-        refused: Mapping[str, tuple[str, str]],
-        unused: Mapping[str, str],
-        closed: tuple[str, ...] = (),
-        refuses_close: bool = False,
+        self, page: str, entries: Mapping[str, Entry], *, closed: tuple[str, ...] = (), refuses_close: bool = False
     ) -> None:
-        """`page` is that of the documentation. `used` has Flywheel's key, of which `made` makes the value of all
-        values of a file where it is no copy; of names with one key, the last that a file has counts. `only` has the
-        values that are possible, and the reason; `refused` what to do instead, and the reason; `unused` the reason,
-        also for the keys below a name. Unknown keys are refused in `closed` sections, and with `refuses_close` those
-        that are close to a known one; others are without effect."""
-        self.page, self.closed, self.refuses_close, self.made = page, closed, refuses_close, made
-        self.uses, self.only = _by_name(used), _by_name(only)
-        self.refused, self.reasons = _by_name(refused), _by_name(unused)
-        self.names = {*self.uses, *self.only, *(name for name in self.reasons if "=" not in name)}
+        """`page` is that of the documentation. Of names with one key of Flywheel's, the last that a file has counts.
+        The keys below a name without effect have none either. Unknown keys are refused in `closed` sections, and with
+        `refuses_close` those that are close to a known one; others are without effect."""
+        self.page, self.closed, self.refuses_close = page, closed, refuses_close
+        self.entries = {name: entry for names, entry in entries.items() for name in names.split()}
+        self.uses = {name: use for name, entry in self.entries.items() if (use := _use_of(entry))}
+        self.names = {
+            name for name, entry in self.entries.items() if "=" not in name and not isinstance(entry, Refusal)
+        }
 
     def leaves(self, raw: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
         """All values of nested mappings by their paths. What is at a used key is one value."""
         for key, value in raw.items():
             path = f"{above}{key}"
-            if isinstance(value, Mapping) and path not in self.uses and path not in self.only:
+            if isinstance(value, Mapping) and path not in self.uses and not isinstance(self.entries.get(path), Only):
                 yield from self.leaves(value, f"{path}.")
             else:
                 yield path, value
@@ -132,22 +133,23 @@ class Table:
         return rows
 
     def _row(self, place: str, key: str, value: Any, values: Mapping[str, Any]) -> Row:
-        possible, why = self.only.get(key, ((value,), ""))
-        if refusal := self.refused.get(key):
-            return Row(place, value, "refused", why=f"`{place}` is {refusal[1]}", hint=refusal[0])
-        if refusal := self.refused.get(f"{key}={value}"):
-            why = f"`{place}` is {value}, which Flywheel does not take: {refusal[1]}"
-            return Row(place, value, "refused", why=why, hint=refusal[0])
-        if value not in possible:
-            shown = "given" if isinstance(value, list | Mapping) else value
-            hint = f"Set it to {' or '.join(str(each).lower() for each in possible) or 'nothing'}, or remove it."
-            return Row(place, value, "refused", why=f"`{place}` is {shown}: {why}", hint=hint)
-        if key in self.only and key not in self.uses:
-            return Row(place, value, "taken over", why=why)
-        if key not in self.uses or f"{key}={value}" in self.reasons:
+        of_value = self.entries.get(f"{key}={value}")
+        entry = self.entries.get(key) if of_value is None else of_value
+        if isinstance(entry, Refusal):
+            shown = f"{value}, which Flywheel does not take: " if of_value else ""
+            return Row(place, value, "refused", why=f"`{place}` is {shown}{entry.why}", hint=entry.hint)
+        if isinstance(entry, Only):
+            if value not in entry.possible:
+                shown = "given" if isinstance(value, list | Mapping) else value
+                possible = " or ".join(str(each).lower() for each in entry.possible) or "nothing"
+                why, hint = f"`{place}` is {shown}: {entry.why}", f"Set it to {possible}, or remove it."
+                return Row(place, value, "refused", why=why, hint=hint)
+            if not entry.use:
+                return Row(place, value, "taken over", why=entry.why)
+            entry = entry.use
+        if not (use := _use_of(entry)):
             return self._unused(place, key, value)
-        use = self.uses[key]
-        made = self.made[use](values) if use in self.made else value
+        made = entry.of(values) if isinstance(entry, Made) else value
         if isinstance(made, Without):
             return Row(place, value, "without effect", why=made)
         if isinstance(made, Refusal):
@@ -159,20 +161,24 @@ class Table:
         if f"{key}.".startswith(self.closed) and any(name.startswith(f"{key}.") for name in self.names):
             why = f"`{place}` is a {type(value).__name__}, not a mapping"
             return Row(place, value, "refused", why=why, hint="Correct it.")
-        if (key.startswith(self.closed) and not self.reason(key)) or (meant and self.refuses_close):
+        of_value = self.entries.get(f"{key}={value}")
+        reason = of_value if isinstance(of_value, Without) else self.reason(key)
+        if (key.startswith(self.closed) and not reason) or (meant and self.refuses_close):
             above = key.rpartition(".")[0]
-            names = (name for name in dict.fromkeys((*self.uses, *self.only)) if name.startswith(f"{above}."))
-            known = ", ".join(name.removeprefix(f"{above}.") for name in names)
+            names = (name for name, entry in self.entries.items() if not isinstance(entry, Without | Refusal))
+            known = ", ".join(name.removeprefix(f"{above}.") for name in names if name.startswith(f"{above}."))
             hint = f" (did you mean `{meant}`?)" if meant else f" (known here: {known})" if known else ""
             return Row(place, value, "refused", why=f"unknown key `{place}`{hint}", hint="Correct it.")
-        why = self.reasons.get(f"{key}={value}") or self.reason(key) or "Flywheel has nothing like it"
-        return Row(place, value, "without effect", why=why, note=f"did you mean {meant}?" if meant else "")
+        note = f"did you mean {meant}?" if meant else ""
+        return Row(place, value, "without effect", why=reason or "Flywheel has nothing like it", note=note)
 
     def reason(self, key: str) -> str:
         """Why a key, or those of a section around it, have no effect; empty if the table has no reason."""
-        while key and key not in self.reasons:
+        while key:
+            if isinstance(found := self.entries.get(key), Without):
+                return found
             key = key.rpartition(".")[0]
-        return self.reasons.get(key, "")
+        return ""
 
     def knows(self, key: str) -> bool:
         """Whether it is a key of the program, or was probably meant to be one."""
@@ -188,6 +194,15 @@ class Table:
                 return above + close[0] if close else ""
             above += f"{part}."
         return ""
+
+
+def _use_of(entry: Entry | None) -> str:
+    """Flywheel's key; empty if there is none."""
+    if isinstance(entry, Only):
+        entry = entry.use
+    if isinstance(entry, Made):
+        return entry.use
+    return entry if isinstance(entry, str) and not isinstance(entry, Without) else ""
 
 
 def settings_in(rows: Iterable[Row]) -> dict[str, Any]:
@@ -238,10 +253,10 @@ def without_keys(row: Row) -> Row:
     return row._replace(value=value, made=made)
 
 
-def variable_of(value: Any) -> str:
-    """The environment variable that has this value, from which `${oc.env:…}` may have filled it in; empty without
-    one."""
-    return next((name for name, each in os.environ.items() if each == value), "")
+def variable_of(value: Any, named: Sequence[str] = ()) -> str:
+    """The environment variable that has this value, from which `${oc.env:…}` may have filled it in: the first of the
+    `named` ones, or else of all; empty without one."""
+    return next((name for name in (*named, *os.environ) if os.environ.get(name) == value), "")
 
 
 def fit_engines(rollout: dict[str, Any], rows: Iterable[Row], name: str) -> None:

@@ -80,19 +80,22 @@ def put(into: dict[str, Any], path: str, value: Any) -> None:
 
 
 def value_at(settings: Any, path: str) -> Any:
-    """The value of nested mappings at a dotted path; None where there is none."""
+    """The value at a dotted path, in which the items of a list have numbers; None where there is none."""
     for part in path.split("."):
-        settings = settings.get(part) if isinstance(settings, Mapping) else None
+        settings = _parts(settings).get(part)
     return settings
 
 
 def has(settings: Any, path: str) -> bool:
-    """Whether nested mappings have a value at a dotted path."""
-    for part in path.split("."):
-        if not isinstance(settings, Mapping) or part not in settings:
-            return False
-        settings = settings[part]
-    return True
+    """Whether there is a value at a dotted path."""
+    above, _, key = path.rpartition(".")
+    return key in _parts(value_at(settings, above) if above else settings)
+
+
+def _parts(settings: Any) -> Mapping[str, Any]:
+    if isinstance(settings, list):
+        return {str(at): each for at, each in enumerate(settings)}
+    return settings if isinstance(settings, Mapping) else {}
 
 
 class GivenSetting(NamedTuple):

@@ -528,10 +528,7 @@ class TrainingSettings(GrpoSettings, TasksSettings):
         whole, stages = of(self), list(self.stages)
         for place, stage in enumerate(self.planned):
             if isinstance(entry := stages[place], OwnStage) and stage.kind == "grpo":
-                needed = of(stage.training, stage.samples).items()
-                own = {
-                    key: value for key, value in needed if key in entry.grpo.model_fields_set or value != whole[key]
-                }
+                own = of(stage.training, stage.samples)
                 stages[place] = OwnStage(grpo=entry.grpo.model_copy(update=own))
         return self.model_copy(update={"stages": stages, **whole})
 

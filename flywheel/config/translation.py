@@ -11,7 +11,7 @@ from typing import Any, Final
 from flywheel.config import agentjet, sage, trinity
 from flywheel.config.agentjet import AGENTJET, MARKERS, ProjectRoot
 from flywheel.config.foreign import Row, check, fit_engines, settings_in, without_keys
-from flywheel.config.sage import ROOTS, SAGE
+from flywheel.config.sage import ROOTS, SAGE, served
 from flywheel.config.section import merged, value_at
 from flywheel.config.trinity import TRINITY, is_trinitys
 
@@ -63,12 +63,12 @@ def translate(raw: Mapping[str, Any], file: Path | None, *, fits: bool = True) -
     is_sages = MARKERS.isdisjoint(map(str, raw))
     of_sage, own = sage.rows_of(raw, alone=is_sages)
     rubrics = sage.rubrics_in(raw) if any(row.use == "filter.rubric" for row in of_sage) else {}
-    made = settings_in(of_sage)
+    rows = [*([] if is_sages else agentjet.rows_of(own, file)), *of_sage]
+    rows += served(rows, raw)
+    made = settings_in(rows)
     if is_sages:
-        program, page = ("SAGE", SAGE.page) if of_sage else ("", "configuration")
-        return Translation(program, page, [*map(without_keys, of_sage)], merged(made, own), rubrics)
-    of_agentjet = agentjet.rows_of(own, file)
-    made, rows = merged(settings_in(of_agentjet), made), [*of_agentjet, *of_sage]
+        program, page = ("SAGE", SAGE.page) if rows else ("", "configuration")
+        return Translation(program, page, [*map(without_keys, rows)], merged(made, own), rubrics)
     if fits and not value_at(own, "ray.address"):
         fit_engines(made.setdefault("rollout", {}), rows, str(file or "the file"))
     settings, assumed = agentjet.settings_of(own, made)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.config.agentjet import MARKERS
-from flywheel.config.foreign import SECTIONS, Row, Table, check, fit_engines, settings_in
+from flywheel.config.foreign import SECTIONS, Only, Row, Table, Without, check, fit_engines, settings_in
 from flywheel.config.section import put, value_at
 
 TASKSET: Final = "buffer.explorer_input.taskset"
@@ -26,8 +26,13 @@ DATASET: Final[Mapping[str, str]] = {
 """The keys of a Trinity file that the fields of `DatasetConfig` stand for."""
 EPOCHS: Final = 1
 """The default of `buffer.total_epochs`."""
+POLICY: Final = "rollouts are sampled from the policy itself"
+MODELS: Final = (
+    "a round starts no engines for other models; serve each, and name it in"
+    " `tune(auxiliary_models={NAME: {base_url: …, model: …}})`"
+)
 # Names without a section are the last of each row: whoever adds one to a copied file wants it to count.
-USED: Final[Mapping[str, str]] = {
+TRINITY: Final = Table("agentscope-tuner", {
     "model.model_path model_path": "model.base",
     "algorithm.repeat_times group_size repeat_times": "training.group_size",
     "buffer.batch_size batch_size": "training.prompts_per_step",
@@ -61,57 +66,48 @@ USED: Final[Mapping[str, str]] = {
     f"{TASKSET}.format.prompt_key": "train_dataset.prompt_key",
     f"{TASKSET}.format.response_key": "train_dataset.response_key",
     EVAL_TASKSETS: "eval_dataset",
-}  # fmt: skip
-POLICY: Final = "rollouts are sampled from the policy itself"
-MODELS: Final = (
-    "a round starts no engines for other models; serve each, and name it in"
-    " `tune(auxiliary_models={NAME: {base_url: …, model: …}})`"
-)
-ONLY: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "mode": (("both", "colocate"), "a round samples rollouts and trains on them"),
-    "algorithm_type algorithm.algorithm_type": (("multi_step_grpo", "grpo"), "`flywheel.tune` trains with GRPO"),
-    "top_p model.top_p explorer.rollout_model.top_p model.repetition_penalty": ((1,), POLICY),
-    "model.top_k": ((-1,), POLICY),
+    "mode": Only(("both", "colocate"), "a round samples rollouts and trains on them"),
+    "algorithm_type algorithm.algorithm_type": Only(("multi_step_grpo", "grpo"), "`flywheel.tune` trains with GRPO"),
+    "top_p model.top_p explorer.rollout_model.top_p model.repetition_penalty": Only((1,), POLICY),
+    "model.top_k": Only((-1,), POLICY),
     "enable_thinking model.enable_thinking explorer.rollout_model.enable_thinking":
-        ((), "put --default-chat-template-kwargs into serving.extra_args"),
-    "tinker_config": ((), "rounds train on this machine"),
-    "model.tinker.enable": ((False,), "rounds train on this machine"),
-    "model.external_model.enable": ((False,), "rollouts are the policy's own"),
-    f"{TASKSET}.storage_type": (("file",), "data sets are files, or of the Hub"),
-    "explorer.rollout_model.engine_type": (("vllm", "vllm_async"), "engines are vLLM's"),
-    "explorer.auxiliary_models": (([],), MODELS),
-    "stages": (([],), "a call of `tune` is one stage: call it once for each"),
-}  # fmt: skip
-UNUSED: Final[Mapping[str, str]] = {
+        Only((), "put --default-chat-template-kwargs into serving.extra_args"),
+    "tinker_config": Only((), "rounds train on this machine"),
+    "model.tinker.enable": Only((False,), "rounds train on this machine"),
+    "model.external_model.enable": Only((False,), "rollouts are the policy's own"),
+    f"{TASKSET}.storage_type": Only(("file",), "data sets are files, or of the Hub"),
+    "explorer.rollout_model.engine_type": Only(("vllm", "vllm_async"), "engines are vLLM's"),
+    "explorer.auxiliary_models": Only(([],), MODELS),
+    "stages": Only(([],), "a call of `tune` is one stage: call it once for each"),
     "tool_call_parser=hermes explorer.rollout_model.tool_call_parser=hermes reasoning_parser=deepseek_r1 "
     "explorer.rollout_model.reasoning_parser=deepseek_r1":
-        "the model's family decides where it is the tuner's default for Qwen 3",
+        Without("the model's family decides where it is the tuner's default for Qwen 3"),
     "project project_name name experiment_name group checkpoint_root_dir checkpoint_job_dir "
-    "continue_from_checkpoint log": "each call is a round of its own, and its files are in `directory`",
-    "ray_namespace ignore_validator_suggestions cluster": "a round starts a Ray of its own, on this machine",
-    "trainer trainer.ppo_max_token_len_per_gpu actor_rollout_ref critic algorithm.optimizer": "TRL trains",
+    "continue_from_checkpoint log": Without("each call is a round of its own, and its files are in `directory`"),
+    "ray_namespace ignore_validator_suggestions cluster": Without("a round starts a Ray of its own, on this machine"),
+    "trainer trainer.ppo_max_token_len_per_gpu actor_rollout_ref critic algorithm.optimizer": Without("TRL trains"),
     "algorithm algorithm.kl_loss_fn algorithm.policy_loss_fn algorithm.policy_loss_fn_args.clip_range":
-        "the loss is TRL's GRPO: `training.beta`, `training.scale_rewards`",
+        Without("the loss is TRL's GRPO: `training.beta`, `training.scale_rewards`"),
     "buffer buffer.explorer_output buffer.read_batch_size buffer.train_batch_size explorer.over_rollout":
-        "a step trains on all of its own rollouts, which no buffer holds",
-    "monitor": "nothing is sent to a service",
+        Without("a step trains on all of its own rollouts, which no buffer holds"),
+    "monitor": Without("nothing is sent to a service"),
     "model.custom_chat_template model.chat_template_path model.rope_scaling model.rope_theta "
-    "model.critic_model_path model.trust_remote_code": "the model is used as its own files and its chat template say",
+    "model.critic_model_path model.trust_remote_code":
+        Without("the model is used as its own files and its chat template say"),
     "model.max_prompt_tokens model.enable_prompt_truncation":
-        "a prompt may have what `rollout.max_model_len` leaves, and is not cut",
+        Without("a prompt may have what `rollout.max_model_len` leaves, and is not cut"),
     "model.min_response_tokens model.logprobs model.external_model "
-    f"{TASKSET}.rollout_args explorer.rollout_model.top_k": POLICY,
+    f"{TASKSET}.rollout_args explorer.rollout_model.top_k": Without(POLICY),
     "model.lora_configs model.fully_sharded_loras model.max_cpu_loras model.tinker":
-        "a round makes a float32 adapter of its own, on this machine",
-    f"buffer.explorer_input {TASKSET}s {TASKSET}": "a workflow gets the line of its task as it is",
-    "explorer": "`rollout.workers` has the number of processes; a run that fails is not repeated",
-    "explorer.rollout_model": "other options of an engine are Flywheel's own",
+        Without("a round makes a float32 adapter of its own, on this machine"),
+    f"buffer.explorer_input {TASKSET}s {TASKSET}": Without("a workflow gets the line of its task as it is"),
+    "explorer": Without("`rollout.workers` has the number of processes; a run that fails is not repeated"),
+    "explorer.rollout_model": Without("other options of an engine are Flywheel's own"),
     "eval_interval_steps explorer.eval_interval explorer.eval_on_startup trainer.save_strategy":
-        "a round writes its adapter, and is evaluated beside the base model, at its end",
-    "sync_interval synchronizer explorer.max_inflight_batches": "engines get the weights after each step",
-    "service data_processor": "`filter.chain` has filters for tasks",
-}  # fmt: skip
-TRINITY: Final = Table("agentscope-tuner", USED, made={}, only=ONLY, refused={}, unused=UNUSED, refuses_close=True)
+        Without("a round writes its adapter, and is evaluated beside the base model, at its end"),
+    "sync_interval synchronizer explorer.max_inflight_batches": Without("engines get the weights after each step"),
+    "service data_processor": Without("`filter.chain` has filters for tasks"),
+}, refuses_close=True)  # fmt: skip
 _SECTIONS: Final = {name.partition(".")[0] for name in TRINITY.names if "." in name}
 
 

@@ -1,36 +1,40 @@
-"""What `flywheel migrate` makes of another program's file: its rows, and files for Flywheel with the same meaning.
+"""What `flywheel migrate` makes of another program's file or command line: its rows, and files for Flywheel with the
+same meaning.
 
-Paths are written so that they mean the same from the folder of these files. Python files are parsed, and never run.
+Paths are written so that they mean the same from the folder of these files.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import pprint
 import re
+import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from flywheel.config import agentjet
+from flywheel.config.command_lines import Translated, translated
 from flywheel.config.file import Config, numbered, parse
 from flywheel.config.foreign import Row, variable_of
 from flywheel.config.interpolation import values_of
-from flywheel.config.sage import ROOTS, SAGE
-from flywheel.config.section import GivenSetting, has, leaves, merged, put, value_at
-from flywheel.config.translation import Translation, translate
-from flywheel.config.trinity import EPOCHS, TRINITY
+from flywheel.config.python_file import Expression, options_in
+from flywheel.config.sage import ROOTS
+from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
+from flywheel.config.translation import TUNER, Translation, translate
+from flywheel.config.trinity import EPOCHS
+from flywheel.daemon.forecast import Forecast, forecast_of_sources
 from flywheel.errors import ConfigError, ExportError
-from flywheel.judge.filters.chain import ONCE, entries_of
+from flywheel.judge.filters.chain import entries_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE, LlmEvaluate
 from flywheel.judge.filters.python_filter import PythonFile
 from flywheel.secrets import REDACTED, masked, without_secrets
-from flywheel.system.files import read_given, write_atomic
+from flywheel.system.files import expanded, tidied, write_atomic
 from flywheel.system.yaml_file import YamlDocument, read_yaml
 
 SETTINGS: Final = "flywheel.yaml"
@@ -38,16 +42,11 @@ SCRIPT: Final = "tune.py"
 CHAIN: Final = "filters/agentjet.yaml"
 RUBRIC: Final = "rubrics/agentjet.yaml"
 """The files of AgentJet's filters, and of the rubric that is in them."""
-CLASSES: Final[Mapping[str, str]] = {
-    "AgentSFTConfig": "sft_config.",
-    "RLTrainingConfig": "rl_config.",
-    "AgentRewardConfig": "reward_config.",
-    "TrainingPipelineConfig": "",
-}
-"""SAGE's classes of options, and where a YAML file has these."""
 WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting that may be a secret: whoever knows the address can send to it."""
 VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*(\w+)")
+ENGINES: Final = ("rollout.engines", "rollout.tensor_parallel")
+BACKBONES: Final = tuple(f"{root}.backbone" for root in ROOTS)
 BACKBONE_COUNTS: Final = "`--backbone` counts"
 TO_FILL_IN: Final = "a-model-to-fill-in"
 """Stands for a model that the file does not name, until the settings are written."""
@@ -76,151 +75,130 @@ _Dumper.add_representer(
 )
 
 
-class Expression(str):
-    """The text of a value that only running a Python file would tell."""
-
-
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """What becomes of a file.
+    """What becomes of a file or a command line.
 
     Attributes:
         program: The program that it is of.
-        rows: What becomes of each key, and what the program assumes.
+        rows: What becomes of each option and key, and what the program assumes.
         config: The settings in effect, as `-c FILE` has them; None where a row is refused, and for Trinity-RFT.
         files: Texts for `write`, by names in the folder. There are none where a row is refused, unless that is a
             model, or the tasks of a program, that is missing, whose line is to be filled in.
+        commands: What to run in place of a command line.
     """
 
     program: str
     rows: Sequence[Row]
-    config: Config | None
-    files: Mapping[str, str]
+    config: Config | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    commands: Sequence[str] = ()
+
+    @property
+    def refused(self) -> list[Row]:
+        return [row for row in self.rows if row.outcome == "refused"]
+
+    async def forecast(self) -> tuple[Forecast | None, list[str]]:
+        """What rounds could train on, and what could not be read for that; nothing where a row is refused."""
+        if self.config is not None:
+            return await forecast_of_sources(self.config)
+        # A file of Trinity-RFT names data sets, and no traces.
+        return None, ["the file names no database"] if SCRIPT in self.files and not self.refused else []
 
 
-def migrated(file: Path, folder: Path, *, backbone: bool = False) -> Migration:
-    """Translate a file, for a folder that is to get Flywheel's; both are absolute. Nothing is written. The file's
-    `backbone` does not count with the `backbone` of AgentJet's command line. Raises ConfigError."""
+def migrated(given: str | Path, output: Path | None = None) -> Migration:
+    """Translate a file or a command line, for a folder that is to get Flywheel's files. Nothing is written. Raises
+    ConfigError."""
+    line = None
+    if " " in str(given).strip() and not os.path.exists(given):  # noqa: PTH110 - False for what no file's name can be
+        line = translated(str(given), None if output is None else output / SETTINGS)
+        if line.file is None:
+            return Migration(line.program, line.rows, commands=line.lines)
+    named = line.file if line and line.file else Path(given)
+    try:
+        file, folder = (tidied(expanded(each).absolute()) for each in (named, output or Path()))
+    except (OSError, ValueError) as error:
+        why = f"the current directory is not there: {error}" if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"migrate {named}", why, "Name the whole path.") from None
+    made = _of_file(file, folder, has_backbone=any(row.place == "--backbone" for row in line.rows) if line else False)
+    return made if line is None else _of_line(line, made, output)
+
+
+def _of_line(line: Translated, made: Migration, output: Path | None) -> Migration:
+    """What becomes of a command line, and `made` of its file."""
+    commands = line.lines
+    if commands and made.program == TUNER:
+        commands = [] if output else [f"flywheel migrate {shlex.quote(str(line.file))} --output DIR"]
+        commands.append(f"python {shlex.quote(str((output or Path('DIR')) / SCRIPT))} WORKFLOW.py:FUNCTION")
+    elif output is None:
+        over = [f" --set {row.place}=null" for row in made.rows if row.why == BACKBONE_COUNTS]
+        commands = ["".join([each, *over]) for each in commands]
+    files = {} if line.refused else made.files
+    config = None if line.refused else made.config
+    return Migration(line.program, [*line.rows, *made.rows], config, files, commands)
+
+
+def _of_file(file: Path, folder: Path, *, has_backbone: bool) -> Migration:
+    """What becomes of a file, whose `backbone` does not count with that of a command line."""
     attempted, document = f"migrate {file}", None
     if file.suffix == ".py":
-        raw: Any = _of_python(file, attempted)
+        raw: Any = options_in(file, attempted)
     else:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
-    replaced = [place for root in ROOTS if has(raw, place := f"{root}.backbone")] if backbone else []
-    over = [Row(place, value_at(raw, place), "without effect", why=BACKBONE_COUNTS) for place in replaced]
-    for place in replaced:
-        raw = GivenSetting(place, None).put_into(raw)
     if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
         why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
     written = None if document is None else document.value
     places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
     secret = {row.place: row for row in _secrets(found.settings, written, places)}
-    rows = [_as_written(_known(row), written) for row in found.rows if row.place not in secret]
-    rows += [*secret.values(), *over]
-    refused = [row for row in rows if row.outcome == "refused"]
-    if found.page == TRINITY.page:
-        missing = [row.use for row in refused if row.value is None]
-        files = {SCRIPT: _script(found, missing)} if len(missing) == len(refused) else {}
-        return Migration(found.program, rows, None, files)
-    if is_unfinished := [(row.use, row.value) for row in refused] == [("model.base", None)]:
-        raw = merged(raw, {"model": {"base": TO_FILL_IN}})
-        found = translate(raw, file, fits=False)
-    if refused and not is_unfinished:
-        return Migration(found.program, rows, None, {})
+    rows = [_shown(row, written, has_backbone=has_backbone) for row in found.rows if row.place not in secret]
+    made = Migration(found.program, [*rows, *secret.values()])
+    missing = [row.use for row in made.refused if row.value is None and row.use]
+    if len(missing) < len(made.refused) or (missing not in ([], ["model.base"]) and found.program != TUNER):
+        return made
+    if found.program == TUNER:
+        return replace(made, files={SCRIPT: _script(found, missing)})
+    if missing:
+        found = replace(found, settings=merged(found.settings, {"model": {"base": TO_FILL_IN}}))
     try:
         config = parse(raw, str(file), file.parent, file=file, document=document, found=found)
     except ConfigError as error:
-        if (wrong := [_with_error(row, error) for row in rows]) == rows:
+        if (wrong := [_with_error(row, error) for row in made.rows]) == made.rows:
             raise
-        return Migration(found.program, wrong, None, {})
+        return replace(made, rows=wrong)
     parts, more = _filters(raw, written, config, folder)
-    if any(row.outcome == "refused" for row in more):
-        return Migration(found.program, [*rows, *more], None, {})
-    files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
     rows = [
         row._replace(outcome="replaced by", made=CHAIN) if row.use == "filter.chain" and parts else row
-        for row in rows
+        for row in made.rows
     ]
-    return Migration(found.program, [*rows, *more], None if is_unfinished else config, files)
+    made = replace(made, rows=[*rows, *more])
+    if any(row.outcome == "refused" for row in more):
+        return made
+    files = dict(_files(found, {**found.rubrics, **parts}, config, folder))
+    return replace(made, config=None if missing else config, files=files)
 
 
-def _of_python(file: Path, attempted: str) -> dict[str, Any]:
-    """The options in the calls of SAGE's classes in a Python file, as a YAML file has them. Raises ConfigError."""
-    try:
-        nodes = [*ast.walk(ast.parse(read_given(file)))]
-        calls = [
-            (name, node) for node in nodes if isinstance(node, ast.Call) and (name := _class_of(node)) in CLASSES
-        ]
-        found = [
-            (f"{CLASSES[name]}{option.arg or '**'}", _value_of(option.value))
-            for name, call in calls
-            for option in call.keywords
-            if not (isinstance(option.value, ast.Call) and _class_of(option.value) in CLASSES)
-        ]
-        changes = [each for each in nodes if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)]
-        changed = next((each for each in changes if _changes_option(each, {name for name, _ in calls})), None)
-        text = ast.unparse(changed) if changed else ""
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        why = f"it cannot be read: {str(error) or 'it is nested too deep'}"
-        raise ConfigError(attempted, why, "Name a file in Python or YAML.") from None
-    if len({name for name, _ in calls}) != len(calls) or any(each.args for _, each in calls) or not calls:
-        why = f"it has no calls of {', '.join(CLASSES)}, two of one, or options without their names"
-        raise ConfigError(attempted, why, "Leave one call of each, with KEY=VALUE for each option.")
-    if changed is not None:
-        why = f"line {changed.lineno}: `{text}` changes an option after its call, and Python files are not run"
-        raise ConfigError(attempted, why, "Write the value into the call, and remove the line.")
-    made = dict[str, Any]()
-    # A class is there without options, too; the one of the pipeline runs SFT unless it says otherwise.
-    made |= {CLASSES[name].removesuffix(".") or "run_sft": {} if CLASSES[name] else True for name, _ in calls}
-    for key, value in found:
-        put(made, key, value)
-    return made
-
-
-def _value_of(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return Expression(ast.unparse(node))
-
-
-def _changes_option(node: ast.Assign | ast.AugAssign | ast.AnnAssign, classes: Set[str]) -> bool:
-    """Whether an assignment is to an attribute, or an item of one, that has the name of an option of these classes.
-    Attributes of `self` are those of a class of the file."""
-    options = {
-        key.removeprefix(above).partition(".")[0]
-        for above in (CLASSES[name] for name in classes)
-        for key in SAGE.names
-        if key.startswith(above) and (above or "." not in key)
-    }
-    for each in ast.walk(node):
-        target = each.value if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store) else each
-        is_set = target is not each or isinstance(getattr(each, "ctx", None), ast.Store)
-        if is_set and isinstance(target, ast.Attribute) and target.attr in options:
-            return ast.unparse(target.value) != "self"
-    return False
-
-
-def _class_of(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
-def _known(row: Row) -> Row:
-    """The row; refused where Flywheel would need a value that it does not know. What is written is not fitted to the
-    machine where it is written, and the row says so."""
-    if row.sets and row.use in ("rollout.engines", "rollout.tensor_parallel") and row.made != 1:
+def _shown(row: Row, written: Any, *, has_backbone: bool) -> Row:
+    """The row as it is for what is written. It is refused where Flywheel would need a value that it does not know;
+    that of a key that sets nothing has no value that a variable fills in, but its name."""
+    if has_backbone and row.place in BACKBONES:
+        return Row(row.place, row.value, "without effect", why=BACKBONE_COUNTS)
+    if not row.sets:
+        value = without_secrets(_at(written, row.place), row.place.rpartition(".")[2])
+        return row._replace(value=value) if "${" in str(value) else row
+    if isinstance(row.value, Expression):
+        why = f"`{row.place}` is {row.value}, and Python files are not run"
+        return row._replace(outcome="refused", made=None, why=why, hint="Write its value.")
+    if row.use in ENGINES and row.made != 1:
         return row._replace(why="it is written as it is, also if this machine has fewer GPUs")
-    if not row.sets or not isinstance(row.value, Expression):
-        return row
-    why = f"`{row.place}` is {row.value}, and Python files are not run"
-    return row._replace(outcome="refused", made=None, why=why, hint="Write its value.")
+    return row
 
 
 def _with_error(row: Row, error: ConfigError) -> Row:
     """The row; refused where the settings are wrong by its value."""
-    problem = next((each for each in error.why.split("; ") if f"`{row.place}`" in each), "")
+    problems = re.split(r"; (?=`|unknown key |and \d)", error.why)
+    problem = next((each for each in problems if f"`{row.place}`" in each), "")
     if not (row.place and row.sets and problem):
         return row
     return row._replace(outcome="refused", made=None, why=problem, hint="Correct it.")
@@ -229,19 +207,8 @@ def _with_error(row: Row, error: ConfigError) -> Row:
 def _at(written: Any, place: str) -> Any:
     """What a file has at a path or, where that is an interpolation, above it; None if it has nothing."""
     for part in place.split("."):
-        if isinstance(written, str):
-            break
-        if isinstance(written, list):
-            written = written[int(part)] if part.isdecimal() and int(part) < len(written) else None
-        else:
-            written = written.get(part) if isinstance(written, Mapping) else None
+        written = written if isinstance(written, str) else value_at(written, part)
     return written
-
-
-def _as_written(row: Row, written: Any) -> Row:
-    """The row; that of a key that sets nothing has no value that a variable fills in, but its name."""
-    value = without_secrets(_at(written, row.place), row.place.rpartition(".")[2])
-    return row if row.sets or value is None or "${" not in str(value) else row._replace(value=value)
 
 
 def _secrets(settings: Any, written: Any, places: Mapping[str, str], above: str = "") -> Iterator[Row]:
@@ -296,14 +263,14 @@ def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path)
     if config.project is None or config.filter.chain != config.file:
         return {}, []
     parts, rows, chain = dict[str, Any](), list[Row](), agentjet.filters_in(raw)
-    section = agentjet.section_in(raw)[0]
-    for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries_of(config), strict=True)):
-        place, params = f"{section}.filters.{at}.params", given.get("params", {})
-        key, kind = params.get("api_key"), given["type"]
-        before = [each["type"] for each in chain["filters"][:at] if each.get("enabled", True)]
-        if read is not None and kind in ONCE and kind in before:
-            of = f"{section}.filters.{at}.type"
-            rows.append(Row(of, kind, "refused", why=f"`{of}`: {kind} is there already", hint="Remove one of them."))
+    section = f"{agentjet.section_in(raw)[0]}.filters"
+    try:
+        entries = entries_of(config)
+    except ConfigError as error:
+        return {}, [Row(section, None, "refused", why=error.why, hint=error.hint)]
+    for at, (given, (_, read)) in enumerate(zip(chain["filters"], entries, strict=True)):
+        place, params = f"{section}.{at}.params", given.get("params", {})
+        key = params.get("api_key")
         params = {name: value for name, value in params.items() if name != "api_key" and value is not None}
         rows += _secrets(params, written, {}, f"{place}.")
         if isinstance(read, PythonFile):
@@ -319,8 +286,7 @@ def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path)
                 params.setdefault("temperature", AGENTJET_TEMPERATURE)
         if key:
             named = VARIABLE.findall(str(_at(written, f"{place}.api_key")))
-            same = [name for name in named if os.environ.get(name) == key]
-            name = same[0] if same else variable_of(key) or params.get("api_key_env", "OPENAI_API_KEY")
+            name = variable_of(key, named) or params.get("api_key_env", "OPENAI_API_KEY")
             params["api_key_env"], why = name, f"files have no keys: ${name} is to have it"
             rows.append(Row(f"{place}.api_key", f"${name}", "replaced by", f"api_key_env in {CHAIN}", name, why))
         chain["filters"][at] = {**given, "params": params}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from flywheel.config.file import Config, parse
-from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import GivenSetting, has, merged
 from flywheel.config.training import Stage
@@ -103,12 +102,10 @@ def prepare(
     short = {name: keys[at] for name, keys in SHORT.items() if keys[at]}
     # That of GRPO is no setting: its steps follow from the tasks.
     epochs = given.pop("epochs", None) if stage == "grpo" else None
-    if epochs is not None and ("steps" in given or not isinstance(epochs, int) or epochs < 1):
-        hint = f"Give a whole number from 1, without {called('steps')}, which follow from it and the tasks."
+    has_steps = "steps" in given or any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single)
+    if epochs is not None and (has_steps or not isinstance(epochs, int) or epochs < 1):
+        hint = f"Give a whole number from 1, without {called('steps')} (training.steps): they follow from the epochs."
         raise ConfigError(attempted, f"{called('epochs')} is {epochs}", hint)
-    if epochs is not None and any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single):
-        why = f"{called('epochs')} is {epochs}, and --set training.steps is given, too"
-        raise ConfigError(attempted, why, "Give one of them: the steps follow from the epochs and the tasks.")
     sections = {key for key in given if key in _SECTIONS and isinstance(given[key], Mapping)}
     if unknown := given.keys() - {*short, *FILES, *sections}:
         why = f"there is no argument `{min(unknown)}`"
@@ -165,11 +162,8 @@ def _settings(
             # What stands in the place of a section is refused below.
             with contextlib.suppress(ConfigError):
                 raw = GivenSetting(key, value).put_into(raw)
-    try:
-        return parse(raw, name, folder, given=single)
-    except ConfigError as error:
-        origins = {key: called(argument) for argument, key in short.items() if argument in given}
-        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
+    names = {key: called(argument) for argument, key in short.items() if argument in given}
+    return parse(raw, name, folder, given=single, names=names)
 
 
 def _path(value: Any, attempted: str, name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel
 
 from flywheel.config.file import Config, parse
-from flywheel.config.foreign import with_names
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import has, merged
 from flywheel.config.trinity import DATASET, EPOCHS, TRINITY, is_trinitys, rows_of, settings_of
@@ -139,11 +138,11 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
 
 def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the arguments have, and the fields that set them. Raises ConfigError."""
-    origins: dict[str, str] = {}
-    unused = ((key, key, given.get(key)) for key in ("project_name", "experiment_name"))
-    settings_of(TRINITY.rows(unused), "the arguments")
-    made = _fields(given.get("model"), "model", TunerModelConfig, origins, "model_path")
-    made = merged(made, _fields(given.get("algorithm"), "algorithm", AlgorithmConfig, origins))
+    found: list[tuple[str, str, Any]] = [(key, key, given.get(key)) for key in ("project_name", "experiment_name")]
+    for name, kind in (("model", TunerModelConfig), ("algorithm", AlgorithmConfig), ("train_dataset", DatasetConfig)):
+        found += _fields(given.get(name), name, kind)
+    rows = TRINITY.rows(found)
+    made = settings_of(rows, "the arguments")
     base = _section(made, "model").get("base")
     if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
@@ -151,37 +150,32 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     if models := given.get("auxiliary_models"):
         others = {name: _auxiliary(name, each) for name, each in models.items()}
         made = merged(made, {"rollout": {"auxiliary_models": others}})
-    made = merged(made, _fields(given.get("train_dataset"), "train_dataset", DatasetConfig, origins, "path"))
+    # The subset and the split of another data set do not belong to one.
+    alone = {"name": None, "split": None}
+    if "train_dataset" in given:
+        made["train_dataset"] = {**alone, **made["train_dataset"]}
     if "eval_dataset" in given:
-        found = _fields(given["eval_dataset"], "eval_dataset", DatasetConfig, {}, "path")
-        made["eval_dataset"] = [found["train_dataset"]]
+        asked = TRINITY.rows(_fields(given["eval_dataset"], "eval_dataset", DatasetConfig))
+        made["eval_dataset"] = [{**alone, **settings_of(asked, "the arguments")["train_dataset"]}]
     if "monitor_type" in given:
         made["monitor_type"] = given["monitor_type"]
-    return made, origins
+    return made, {row.use: row.place for row in rows if row.use}
 
 
-def _fields(
-    given: Any, name: str, kind: type[BaseModel], origins: dict[str, str], single: str = ""
-) -> dict[str, Any]:
-    """Settings of an object of the tuner, a mapping, or a `single` value, in Flywheel's keys; its fields that set
-    them go to `origins`."""
-    if given is None:
-        return {}
-    if isinstance(given, str | Path) and single:
-        values: Mapping[str, Any] = {single: str(given)}
-    else:
-        values = given if isinstance(given, Mapping) else {**getattr(given, "model_dump", lambda: vars(given))()}
+def _fields(given: Any, name: str, kind: type[BaseModel]) -> Iterator[tuple[str, str, Any]]:
+    """The fields of an argument, which is an object of the tuner, a mapping, or the only field that one needs: each
+    with its place, its name for the tuner, and its value. Raises ConfigError."""
+    if isinstance(given, str | Path):
+        given = {"model_path" if kind is TunerModelConfig else "path": str(given)}
+    if not isinstance(values := given or {}, Mapping):
+        values = {**getattr(given, "model_dump", lambda: vars(given))()}
     if unknown := [key for key in values if key not in kind.model_fields]:
         why = f"unknown setting `{unknown[0]}`; known here: {', '.join(kind.model_fields)}"
         raise ConfigError(f"use the {name}", why, "See `flywheel docs agentscope-tuner`.")
     is_set = getattr(given, "model_fields_set", values)
-    kept = {key: value for key, value in values.items() if key not in SAMPLING or key in is_set}
-    is_data = kind is DatasetConfig
-    rows = TRINITY.rows((f"{name}.{key}", DATASET[key] if is_data else key, value) for key, value in kept.items())
-    made = settings_of(rows, f"the {name}")
-    origins |= {row.use: row.place for row in rows if row.use}
-    # The subset and the split of another data set do not belong to it.
-    return merged({"train_dataset": {"name": None, "split": None}}, made) if is_data else made
+    for key, value in values.items():
+        if key not in SAMPLING or key in is_set:
+            yield f"{name}.{key}", DATASET[key] if kind is DatasetConfig else key, value
 
 
 def _auxiliary(name: str, given: Any) -> Any:
@@ -222,10 +216,7 @@ def _settings(
         rollout["reward_function"] = _spec_of(given["judge_func"])
     # Nothing is read from a source: without this, Studio's database would have to exist.
     both.setdefault("sources", [])
-    try:
-        return parse(both, name, folder)
-    except ConfigError as error:
-        raise ConfigError(error.attempted, with_names(error.why, origins), error.hint) from None
+    return parse(both, name, folder, names=origins)
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:

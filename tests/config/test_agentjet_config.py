@@ -87,10 +87,9 @@ def test_one_line_of_the_log_lists_the_keys_without_effect(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize(("settings", "key", "expected"), EFFECTS, ids=str)
-@pytest.mark.parametrize("root", ["ajet", "astuner"])
-def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, root: str, tmp_path: Path) -> None:
+def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, tmp_path: Path) -> None:
     below = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {"base_url": "x"}}}
-    found: Any = read(tmp_path, {root: merged(below, settings)})
+    found: Any = read(tmp_path, {"ajet": merged(below, settings)})
     for part in key.split("."):
         found = getattr(found, part)
     if isinstance(expected, str):
@@ -222,11 +221,6 @@ def test_what_cannot_be_used_is_named_with_what_to_use(raw: Any, complaint: str,
         read(tmp_path, raw)
 
 
-def test_the_backbone_debug_is_a_round_of_ours() -> None:
-    (row,) = agentjet.AGENTJET.rows([("ajet.backbone", "backbone", "debug")])
-    assert row.meaning == "without effect: `flywheel round --debug` makes rollouts without training"
-
-
 def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
     section = copy.deepcopy(SECTION)
     params = section["filters"][1] = {"type": "deduplication", "params": {"model": "text-embedding-v4"}}
@@ -250,10 +244,12 @@ def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("root", "value", "shown"), [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list")]
+    ("root", "value", "shown"),
+    [("ajet", 3, "3"), ("astuner", "x", "x"), ("ajet", [1], "a list"), ("astuner", None, "empty")],
 )
 def test_a_root_that_is_no_mapping_is_named(tmp_path: Path, root: str, value: Any, shown: str) -> None:
-    for raw in ({root: value}, {root: value, "feedback_tracing": SECTION, "model": MODEL}):
+    beside = {root: value, "feedback_tracing": SECTION, "model": MODEL}
+    for raw in ({root: value}, beside) if value is not None else ({root: value},):
         with pytest.raises(ConfigError, match=rf"use .*: `{root}` is {shown}, not a mapping\. Correct it\. See"):
             read(tmp_path, raw)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config.command_lines import AGENT, ASSUMED, LAUNCHER, Translated, data_set, translated
+from flywheel.config.foreign import Without
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED
 from tests.factories.commands import root
@@ -132,11 +133,11 @@ def test_an_option_without_effect_has_its_reason(option: str) -> None:
 
 
 def test_other_options_are_settings_as_in_a_file_of_sage() -> None:
-    options = "--lora-r 64 --batch-size 4 --optim adamw --use-dora --lr_scheduler=cosine --lora-alhpa 2"
+    options = "--lora-r 128 --batch-size 4 --optim adamw --use-dora --lr_scheduler=cosine --lora-alhpa 2"
     found = translated(f"sage-dev agent train sft --data d --output o {options}")
     assert (lines_of(found) or "").endswith(
-        "--output o --set training.lora.r=64 --set training.sft.batch_size=64 "
-        """--set 'training.sft.scheduler="cosine"'"""
+        "--output o --set training.lora.r=128 --set training.sft.batch_size=64 "
+        """--set 'training.sft.scheduler="cosine"' --set serving.max_lora_rank=128"""
     )
     rows = {row.place: (row.outcome, row.why) for row in found.rows if row.outcome in ("refused", "without effect")}
     assert rows == {
@@ -165,11 +166,6 @@ def test_each_line_has_a_command_and_options_that_flywheel_has() -> None:
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         _, rest, _ = command.make_parser(command.context_class(command)).parse_args(words)
         assert rest == [], line
-
-
-def test_the_line_can_name_another_file_of_settings() -> None:
-    found = translated("ajet --conf a.yaml", Path("out/flywheel.yaml"))
-    assert (lines_of(found), found.file) == ("run -c out/flywheel.yaml", Path("a.yaml"))
 
 
 def test_a_key_is_in_no_row() -> None:
@@ -230,6 +226,6 @@ def test_any_text_is_translated_or_an_error(text: str) -> None:
 def test_the_pages_have_each_option() -> None:
     for table, page in ((LAUNCHER, "how-to/agentjet.md"), (AGENT, "reference/sage.md")):
         text = (DOCS / page).read_text()
-        missing = [name for name in {*table.names, *table.refused} - {"command", "ppo"} if f"`--{name}`" not in text]
+        missing = [name for name in table.entries.keys() - {"command", "ppo"} if f"`--{name}`" not in text]
         assert not missing, page
-        assert table is AGENT or all(why in text for why in table.reasons.values())
+        assert table is AGENT or all(why in text for why in table.entries.values() if isinstance(why, Without))

@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.config.agentjet import AGENTJET
 from flywheel.config.file import Config
-from flywheel.config.foreign import SECTIONS, Row, Table, Without, check, settings_in
+from flywheel.config.foreign import SECTIONS, Made, Only, Refusal, Row, Table, Without, check, settings_in
 from flywheel.config.ingest import DatasetSettings, JsonlSource
 from flywheel.config.sage import SAGE
 from flywheel.config.training import AgentProgramSettings, RewardSettings
@@ -32,11 +32,15 @@ MADE = {
 """Sections that the defaults do not have."""
 TABLE = Table(
     "page",
-    {"old.a a": "ours.a", "b": "ours.b"},
-    made={"ours.b": lambda values: values["b"] + 1 if values["b"] > 0 else Without("it is not above 0")},
-    only={"mode": (("x", "y"), "there is no other mode")},
-    refused={"never": ("Use a.", "an option of theirs"), "a=9": ("Use 8.", "9 is too much")},
-    unused={"section a=7": "nothing is like it", "section.inner": "it is theirs"},
+    {
+        "old.a a": "ours.a",
+        "b": Made("ours.b", lambda values: values["b"] + 1 if values["b"] > 0 else Without("it is not above 0")),
+        "mode": Only(("x", "y"), "there is no other mode"),
+        "never": Refusal("an option of theirs", "Use a."),
+        "a=9": Refusal("9 is too much", "Use 8."),
+        "section a=7": Without("nothing is like it"),
+        "section.inner": Without("it is theirs"),
+    },
     closed=("closed.",),
 )
 
@@ -57,27 +61,27 @@ def row_of(key: str, value: Any) -> Row:
 @pytest.mark.parametrize(
     ("key", "value", "outcome", "said"),
     [
-        ("a", 1, "taken over", "used as ours.a"),
-        ("mode", "x", "taken over", "taken over: there is no other mode"),
-        ("mode", "z", "refused", "refused: `root.mode` is z: there is no other mode"),
-        ("never", 1, "refused", "refused: `root.never` is an option of theirs"),
-        ("a", 9, "refused", "refused: `root.a` is 9, which Flywheel does not take: 9 is too much"),
-        ("a", 7, "without effect", "without effect: nothing is like it"),
-        ("section.x.y", 1, "without effect", "without effect: nothing is like it"),
-        ("section.inner", 1, "without effect", "without effect: it is theirs"),
-        ("unknown", 1, "without effect", "without effect: Flywheel has nothing like it"),
-        ("closed.key", 1, "refused", "refused: unknown key `root.closed.key`"),
+        ("a", 1, "taken over", ""),
+        ("mode", "x", "taken over", "there is no other mode"),
+        ("mode", "z", "refused", "`root.mode` is z: there is no other mode"),
+        ("never", 1, "refused", "`root.never` is an option of theirs"),
+        ("a", 9, "refused", "`root.a` is 9, which Flywheel does not take: 9 is too much"),
+        ("a", 7, "without effect", "nothing is like it"),
+        ("section.x.y", 1, "without effect", "nothing is like it"),
+        ("section.inner", 1, "without effect", "it is theirs"),
+        ("unknown", 1, "without effect", "Flywheel has nothing like it"),
+        ("closed.key", 1, "refused", "unknown key `root.closed.key`"),
     ],
 )
 def test_what_becomes_of_a_key(key: str, value: Any, outcome: str, said: str) -> None:
     row = row_of(key, value)
-    assert (row.outcome, row.meaning) == (outcome, said)
+    assert (row.outcome, row.why) == (outcome, said)
     assert bool(row.hint) == (outcome == "refused")
 
 
 def test_a_value_is_copied_or_made_and_the_last_name_counts() -> None:
     assert row_of("b", 3)[2:5] == ("replaced by", "ours.b", 4)
-    assert row_of("b", 0).meaning == "without effect: it is not above 0"
+    assert row_of("b", 0)[2:] == ("without effect", "", None, "it is not above 0", "", "")
     assert [(row.use, row.why) for row in TABLE.rows([("a", "a", 1), ("old.a", "old.a", 2)])] == [
         ("", "a has another value"),
         ("ours.a", ""),
@@ -139,7 +143,7 @@ def test_the_page_of_sages_options_is_true() -> None:
         for name in names.split("`, `"):
             said.setdefault(name, set()).update(uses)
     table: dict[str, set[str]] = {}
-    for name in (SAGE.names | {each for each in SAGE.refused if "=" not in each}) - {"class"}:
+    for name in {each for each in SAGE.entries if "=" not in each}:
         section, _, option = name.partition(".")
         table.setdefault(option if section in OPTIONS else name, set()).update({SAGE.uses.get(name, "")} - {""})
     of_astuner = {"algorithm.adv_estimator", "algorithm.use_kl_in_reward", "ppo_config"}

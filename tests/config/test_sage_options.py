@@ -13,7 +13,7 @@ import yaml
 
 from flywheel.config.file import Config, load, parse
 from flywheel.config.foreign import Row
-from flywheel.config.ingest import JsonlSource
+from flywheel.config.ingest import JsonlSource, StudioSource
 from flywheel.config.sage import CLASSES, SAGE, rubrics_in
 from flywheel.config.section import put
 from flywheel.config.training import CoresetSettings, ReplaySettings
@@ -24,6 +24,7 @@ from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.files import shipped_folder
 from tests.factories.foreign_files import SFT
 
+SHIPPED_FILE = yaml.safe_load((shipped_folder() / "rubrics" / "agent-reward.yaml").read_text())
 DPO = {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False}
 TRACES = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}}
 
@@ -198,7 +199,7 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
     coreset = {"use_coreset_selection": True, "coreset_target_size": 5}
     assert read({"sft_config": coreset}).training.coreset == CoresetSettings(size=5, strategy="loss_topk")
     off = rows({"sft_config": {"use_online_continual": False, "continual_buffer_size": 9, "load_in_4bit": False}})
-    assert off["sft_config.continual_buffer_size"][0].meaning == "without effect: `use_online_continual` is not set"
+    assert off["sft_config.continual_buffer_size"][0].why == "`use_online_continual` is not set"
     assert off["sft_config.load_in_4bit"][0].made is None
 
 
@@ -212,7 +213,7 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
         ({"use_coreset_selection": True}, "nothing says how many samples.*Set `coreset_target_size`"),
         (
             {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True},
-            r"`sft_config.use_coreset_selection`: a choice by loss \(loss_topk\).*without replay.*diversity or rand",
+            "strategy loss_topk has no replay; use diversity or random.*replay is `sft_config.use_online_continual`",
         ),
         ({"warmup_ratio": 3}, "3 is no share of the steps"),
         ({"batch_size": "four"}, "`sft_config.batch_size`: it is no whole number"),
@@ -312,12 +313,21 @@ def test_a_pipeline_is_the_stages_of_a_round(raw: dict[str, Any], stages: list[A
         ({"reward_config": {"weights": {"task_completion": 0}}}, "`weights` add up to 0. Let them add up to 1"),
         (
             {"reward_config": {"penalties": {"timeout": 0.5}}},
-            "timeout is 0.5. A weight is a number from 0 on, a penalty one up to 0",
+            "`penalties.timeout`: it must be 0 or less, not `0.5`. Correct it: a weight is a number from 0 on, a pen",
         ),
-        ({"reward_config": {"penalties": [1]}}, "`penalties` is no mapping. Correct"),
-        ({"reward_config": {"weights": {"efficiency": True}}}, "efficiency is True. A weight is a number"),
-        ({"reward_config": {"weights": {"efficiency": float("nan")}}}, "efficiency is nan. A weight is a number"),
-        ({"reward_config": {"penalties": {"timeout": -float("inf")}}}, "timeout is -inf. A weight is a number"),
+        ({"reward_config": {"penalties": [1]}}, "`penalties`: it must be a mapping.* Correct"),
+        (
+            {"reward_config": {"weights": {"efficiency": True}}},
+            "`weights.efficiency`: it must be a number, not `True`",
+        ),
+        (
+            {"reward_config": {"weights": {"efficiency": float("nan")}}},
+            "`weights.efficiency`: it must be a finite number",
+        ),
+        (
+            {"reward_config": {"penalties": {"timeout": -float("inf")}}},
+            "`penalties.timeout`: it must be a finite number",
+        ),
         ({"reward_config": {"weights": {"hallucination": 1}}}, "there is no hallucination. These can have a number"),
     ],
 )
@@ -328,7 +338,24 @@ def test_what_a_file_leaves_open_or_contradicts_is_refused(raw: dict[str, Any], 
 @pytest.mark.parametrize("value", [-5, 0, float("inf"), float("nan"), True, "60", "", [60]], ids=str)
 def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
     message = refusal({"reward_config": {"timeout_seconds": value}})
-    assert f"`reward_config.timeout_seconds`: {value} is no number of seconds above 0. Correct it" in message
+    assert re.search("`reward_config.timeout_seconds`: `timeout_seconds`: it must be (above 0|a .*number)", message)
+
+
+def test_rewards_without_numbers_are_those_of_sage() -> None:
+    (row,) = rows({"reward_config": {}})["reward_config"]
+    assert (row.outcome, row.use, row.made) == ("replaced by", "filter.rubric", "rubrics/agent-reward.yaml")
+    assert translate({"reward_config": {}}, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+
+
+def test_the_data_of_sft_are_not_those_of_a_file_with_a_reader() -> None:
+    raw = {"ajet": TRACES, "sft_config": {"train_data": "a.jsonl", "lora_r": 8}}
+    (row,) = rows(raw)["sft_config.train_data"]
+    assert (row.outcome, row.why) == ("without effect", "task_reader counts")
+    assert [type(each) for each in read(raw).sources] == [StudioSource]
+
+
+def test_a_key_named_class_is_none_of_sages() -> None:
+    assert "unknown key `class`" in refusal({"class": "dpo", "sft_config": {"lora_r": 8}})
 
 
 def test_a_penalty_that_another_one_has_is_a_row_of_its_own() -> None:
@@ -391,7 +418,7 @@ def test_an_option_may_be_set_on_the_command_line() -> None:
 
 @pytest.mark.parametrize("value", [0, 1.5, "x", [1], [[1]], [{}], {"a": 1}, {1: 2}, True, float("nan")], ids=str)
 def test_no_value_of_an_option_is_more_than_an_error(value: Any) -> None:
-    for name in (*SAGE.names, *SAGE.refused, "training.stages", "sources", *CLASSES):
+    for name in (*SAGE.entries, "training.stages", "sources", *CLASSES):
         raw: dict[str, Any] = {"run_sft": True}
         put(raw, name, value)
         with contextlib.suppress(ConfigError):

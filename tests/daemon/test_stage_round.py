@@ -136,7 +136,11 @@ def test_a_warm_up_that_is_no_shorter_than_the_steps_of_the_epochs_is_refused(tm
         ("sft", {"learning_rate": -1}, "`learning_rate`: it must be above 0, not `-1`"),
         ("dpo", {"epochs": 1.5}, "`epochs`: it must be a whole number, not `1.5`"),
         ("grpo", {"epochs": 0}, "epochs is 0. Give a whole number from 1, without steps"),
-        ("grpo", {"epochs": 1, "steps": 2}, "epochs is 1. Give a whole number from 1, without steps, which follow"),
+        (
+            "grpo",
+            {"epochs": 1, "steps": 2},
+            "epochs is 1. Give a whole number from 1, without steps (training.steps)",
+        ),
         ("sft", {"warmup": 1}, "warmup is 1: it is the share of all steps"),
         (
             "grpo",
@@ -198,7 +202,7 @@ def test_classes_of_sage_are_refused_with_the_nearest(name: str, near: str) -> N
 
 def test_a_single_setting_of_steps_is_refused_with_epochs_of_grpo() -> None:
     given = {"base_model": "m", "epochs": 2, **JUDGED}
-    why = "epochs is 2, and --set training.steps is given, too. Give one of them"
+    why = "epochs is 2. Give a whole number from 1, without steps"
     for single in ("training.steps=4", "training={stages: [grpo], steps: 4}"):
         with pytest.raises(ConfigError, match=why):
             prepare("grpo", CHATS, given, single=[single])

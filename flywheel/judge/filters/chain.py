@@ -167,8 +167,6 @@ def load_chain(
     for index, entry in enumerate(file.filters):
         if (params := _parameters(path, document, index, entry)) is None:
             continue
-        if entry.type in ONCE and any(name == entry.type for name, _ in filters):
-            raise _error(path, f"{_place(document, index, 'type')}{entry.type} is there already")
         # Not the API key: it decides nothing, and must not be stored.
         decisive = {name: value for name, value in entry.params.items() if "api_key" not in name}
         digest.update(f"{entry.type}\0{decisive!r}\0".encode("utf-8", "replace"))
@@ -260,9 +258,14 @@ def _read(path: Path, if_missing: str) -> tuple[ChainFile, YamlDocument | None]:
     raw = filters_in(values_of(document, f"read filter chain {path}"))
     own = document if raw is document.value else None
     try:
-        return ChainFile.model_validate(raw), own
+        file = ChainFile.model_validate(raw)
     except ValidationError as error:
         raise _error(path, explain(error, ChainFile, own)) from None
+    types = [entry.type if entry.enabled else "" for entry in file.filters]
+    for index, name in enumerate(types):
+        if name in ONCE and name in types[:index]:
+            raise _error(path, f"{_place(own, index, 'type')}{name} is there already")
+    return file, own
 
 
 def _parameters(path: Path, document: YamlDocument | None, index: int, entry: FilterEntry) -> Parameters | None:
