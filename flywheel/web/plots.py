@@ -1,27 +1,17 @@
-"""Plots: the geometry of shares over time, of forest plots and of paired dots. Templates draw them.
-
-Numbers are in units of the drawing.
-"""
+"""Plots: shares over time, which a script draws, and the geometry of forest plots and of paired dots in units of the
+drawing, which templates draw."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Final
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
 from flywheel.records.round import Score
 from flywheel.store.views.acceptance import SharePeriod
 
-WIDTH: Final = 900
-HEIGHT: Final = 306
-LEFT: Final = 86
-RIGHT: Final = 12
-TOP: Final = 56
-BOTTOM: Final = 62
-"""Margins have room for the larger letters of narrow screens."""
-TICKS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 SERIES: Final = 6
 """So many series have a colour and a sign of their own; further ones begin again."""
 AXIS_WIDTH: Final = 240
@@ -35,72 +25,28 @@ DOTS_LEFT: Final = 34
 _LEAST_BETWEEN, _MOST_BETWEEN, _USUAL_WIDTH = 12, 26, 680
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """`y`, `low` and `high` are heights from the top; `period` is what is drawn."""
+class TimePlot(NamedTuple):
+    """Shares over time, a line for each name, and what is marked on the axis of time, each with its text."""
 
-    x: float
-    y: float
-    low: float
-    high: float
-    period: SharePeriod
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    name: str
-    kind: int
-    points: list[Point]
+    periods: Sequence[SharePeriod]
+    marks: Sequence[tuple[datetime, str]]
 
     @property
-    def line(self) -> str:
-        """The `points` of a polyline."""
-        return " ".join(f"{each.x},{each.y}" for each in self.points)
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(each.name for each in self.periods))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the script draws: times in seconds, and by name the shares with their bounds, null without one."""
+        times = sorted({_middle(each) for each in self.periods})
+        shares = {(each.name, _middle(each)): (each.share.value, *each.share.interval) for each in self.periods}
+        nothing = (None, None, None)
+        series = [list(zip(*(shares.get((name, at), nothing) for at in times), strict=True)) for name in self.names]
+        return {"times": times, "series": series, "marks": [(at.timestamp(), name) for at, name in self.marks]}
 
 
-@dataclass(frozen=True, slots=True)
-class TimePlot:
-    """`times` are ticks of the axis and `marks` what is marked on it, each with its place and its text."""
-
-    series: list[Series]
-    times: list[tuple[float, str]]
-    marks: list[tuple[float, str]]
-
-
-def height_of(share: float) -> float:
-    return round(TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def time_plot(periods: Sequence[SharePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
-    """The plot of these periods; None without any. Marks before the first period are drawn at its begin."""
-    if not periods:
-        return None
-    begin, end = min(each.begin for each in periods), max(each.end for each in periods)
-    span = (end - begin) / timedelta(seconds=1)
-
-    def place(at: datetime) -> float:
-        share = (min(max(at, begin), end) - begin) / timedelta(seconds=1) / span
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
-
-    names = list(dict.fromkeys(each.name for each in periods))
-    series = [
-        Series(
-            name,
-            number % SERIES,
-            [_point(place(each.begin + (each.end - each.begin) / 2), each) for each in periods if each.name == name],
-        )
-        for number, name in enumerate(names)
-    ]
-    form = "%m-%d %H:%M" if end - begin < timedelta(days=3) else "%Y-%m-%d"
-    times = [(begin + share * (end - begin) / 4) for share in range(5)]
-    return TimePlot(
-        series, [(place(at), at.strftime(form)) for at in times], [(place(at), text) for at, text in marks]
-    )
-
-
-def _point(x: float, period: SharePeriod) -> Point:
-    lower, upper = period.share.interval
-    return Point(x, height_of(period.share.value), height_of(lower), height_of(upper), period)
+def _middle(period: SharePeriod) -> float:
+    return (period.begin + (period.end - period.begin) / 2).timestamp()
 
 
 @dataclass(frozen=True, slots=True)

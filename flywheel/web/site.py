@@ -41,7 +41,6 @@ PAGES: Final = (
     ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),
-    ("/lineage", "Lineage"),
     ("/dead-letters", "Dead letters"),
 )
 """What the navigation links to."""

@@ -19,12 +19,13 @@ from starlette.types import Receive, Scope, Send
 from flywheel.records.exclusion import TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks, verdicts
-from flywheel.store.views import acceptance, lineage, task_list
+from flywheel.store.views import acceptance, task_list
+from flywheel.store.views.lineage import task_story
 from flywheel.store.views.task_counts import FILTERS, TaskCounts
 from flywheel.system.server_limits import RETRY_SECONDS
-from flywheel.web import actions, criteria, labels
+from flywheel.web import actions, criteria, labels, lineage
 from flywheel.web.figures import Figures
-from flywheel.web.site import site_of, tasks_with
+from flywheel.web.site import position, site_of, tasks_with
 
 PER_PAGE: Final = 50
 OTHERS: Final = ("lowest", "highest", "text", "order", "after")
@@ -167,14 +168,15 @@ async def show(request: Request) -> Response:
     site, key = site_of(request), request.path_params["key"]
     asked = request.query_params.get("asked", "")
     person = (labels.place_of(request), actions.who(request))
-    found = await site.read(partial(_task, key, site.config.takes, person, asked))
+    after = position(request.query_params, "replies") or 0
+    found = await site.read(partial(_task, key, site.config.takes, person, asked, after))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no task {key}.")
     return site.page("task.html", **found)
 
 
 def _task(
-    key: str, takes: TaskScopes, person: tuple[labels.Place, str], asked: str, conn: Connection
+    key: str, takes: TaskScopes, person: tuple[labels.Place, str], asked: str, after: int, conn: Connection
 ) -> dict[str, Any] | None:
     rows = task_list.listed(conn, [tasks.c.key == key], 1)
     if not rows:
@@ -191,11 +193,12 @@ def _task(
     return {
         "task": task,
         "reason": _own_reason(task["verdict"] or {}),
-        "story": lineage.task_story(conn, number, takes),
+        "story": task_story(conn, number, takes),
         "judgements": _judgements(conn, number),
         "panel": labels.panel(conn, number, *person),
         "asked": actions.asked(conn, asked),
         "like": rows[0].like if rows[0].like != key else None,
+        **lineage.of_task(conn, task, after),
         **beside,
     }
 

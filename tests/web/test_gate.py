@@ -53,8 +53,8 @@ async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
 
 def test_the_list_says_of_each_round_what_was_decided(filled: tuple[Config, list[str]]) -> None:
     page = client(filled[0]).get("/gate").text
-    assert page.index("r0003 was refused before its test") < page.index("r0002 is better in total")
-    assert page.index("although the gate had rejected it") < page.index("r0001 was promoted")
+    assert page.index("r0003 was refused before its test") < page.index("r0002 was tested against r0001 and rejected")
+    assert page.index("although the gate had not promoted it") < page.index("r0001 was promoted")
     assert "level 0.0006, spent on 8 conversations" in page
     assert "level 0.00027, not spent" in page
     assert "No round starts now, because its test would detect too little" in page
@@ -73,7 +73,7 @@ def test_a_part_of_the_list(filled: tuple[Config, list[str]], monkeypatch: pytes
 
 def test_a_decision_with_its_evidence(filled: tuple[Config, list[str]]) -> None:
     page = client(filled[0]).get("/gate/r0002").text
-    assert "safe (-0.020, -0.060 to +0.020) is not shown to lose less than its margin of 0.05" in page
+    assert "not shown to be no worse in safe (-0.020, -0.060 to +0.020): the lower bound is not above -0.05" in page
     assert "not above -0.05" in page
     assert "safe loses less than 0.05" in page
     assert page.count('<circle class="candidate"') == 8

@@ -200,25 +200,6 @@ def test_what_is_no_round(visitor: Visitor, address: str) -> None:
     assert page.request.get(f"{address}/rounds/overlay?with=nothing").url == f"{address}/rounds"
 
 
-def test_figures_are_read_on(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:
-    request = visitor.open(f"{own_address}/rounds").request
-
-    def curves(begin: int, file: str) -> dict[str, Any]:
-        found: dict[str, Any] = request.get(f"{own_address}/rounds/{LIVE}/curves?begin={begin}&file={file}").json()
-        return found
-
-    metrics = Metrics(live_directory)
-    metrics.step(1, 3, step(1))
-    first = curves(0, "")
-    assert (first["begin"], first["steps"], first["figures"]["reward_mean"]) == (0, [1], [0.1])
-    metrics.step(2, 3, step(2))
-    assert curves(1, first["file"])["steps"] == [2]
-    metrics.path.unlink()
-    metrics.step(1, 3, step(5))
-    again = curves(2, first["file"])
-    assert (again["begin"], again["steps"], again["figures"]["reward_mean"]) == (0, [1], [0.5])
-
-
 def test_a_live_round(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:
     page = visitor.open(f"{own_address}/rounds/{LIVE}")
     now, charts = page.locator("#now"), page.locator("#charts")
