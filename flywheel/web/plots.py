@@ -37,12 +37,19 @@ class TimePlot(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the script draws: times in seconds, and by name the shares with their bounds, null without one."""
+        """What the script draws: times in seconds with the ends of their axis, and by name the shares with their
+        bounds, null without one."""
         times = sorted({_middle(each) for each in self.periods})
         shares = {(each.name, _middle(each)): (each.share.value, *each.share.interval) for each in self.periods}
         nothing = (None, None, None)
         series = [list(zip(*(shares.get((name, at), nothing) for at in times), strict=True)) for name in self.names]
-        return {"times": times, "series": series, "marks": [(at.timestamp(), name) for at, name in self.marks]}
+        ends = min(each.begin for each in self.periods), max(each.end for each in self.periods)
+        return {
+            "times": times,
+            "ends": [at.timestamp() for at in ends],
+            "series": series,
+            "marks": [(at.timestamp(), name) for at, name in self.marks],
+        }
 
 
 def _middle(period: SharePeriod) -> float:
@@ -85,21 +92,20 @@ def axis_of(values: Iterable[float]) -> Axis:
     return Axis(round(first * step, 2), round(last * step, 2), step)
 
 
-@dataclass(frozen=True, slots=True)
-class Dots:
-    """The scores of a task: `x` is its place, `candidate` and `deployed` are heights from the top."""
+def result_of(lower: float, upper: float) -> str:
+    """What the interval of a gain shows: `better`, `worse` or `open`."""
+    return "better" if lower > 0 else "worse" if upper < 0 else "open"
 
-    task_id: str
+
+class Dots(NamedTuple):
+    """The scores of a task: `x` is its place, `candidate` and `deployed` are heights from the top. `kind` says how
+    the candidate compares: `gain`, `loss` or `same`."""
+
+    score: Score
     x: float
     candidate: float
     deployed: float
-    score: Score
-
-    @property
-    def kind(self) -> str:
-        """How the candidate compares: `gain`, `loss` or `same`."""
-        difference = difference_of(self.score)
-        return "gain" if difference > 0 else "loss" if difference < 0 else "same"
+    kind: str
 
 
 def difference_of(score: Score) -> float:
@@ -114,12 +120,16 @@ def ranked(scores: Sequence[Score]) -> list[Score]:
 
 def paired_dots(scores: Sequence[Score]) -> list[Dots]:
     """The dots of all tasks, the largest loss on the left."""
-    between = _between(len(scores))
-    places = (round(DOTS_LEFT + (number + 0.75) * between, 1) for number in range(len(scores)))
-    return [
-        Dots(score.task_id, place, _height(score.candidate), _height(score.deployed), score)
-        for place, score in zip(places, reversed(ranked(scores)), strict=True)
-    ]
+
+    def height(score: float) -> float:
+        return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)
+
+    found = []
+    for number, score in enumerate(reversed(ranked(scores))):
+        difference, x = difference_of(score), round(DOTS_LEFT + (number + 0.75) * _between(len(scores)), 1)
+        kind = "gain" if difference > 0 else "loss" if difference < 0 else "same"
+        found.append(Dots(score, x, height(score.candidate), height(score.deployed), kind))
+    return found
 
 
 def dots_width(tasks: int) -> int:
@@ -129,7 +139,3 @@ def dots_width(tasks: int) -> int:
 def _between(tasks: int) -> float:
     """The distance of two tasks: a few fill the usual width."""
     return min(max(_USUAL_WIDTH / (tasks + 1), _LEAST_BETWEEN), _MOST_BETWEEN)
-
-
-def _height(score: float) -> float:
-    return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)

@@ -16,7 +16,6 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import urlencode
 
 from sqlalchemy import Connection, Row, select
 from starlette.datastructures import QueryParams
@@ -35,7 +34,7 @@ from flywheel.training.data.rollout_file import (
     probability_class,
     rollout_files,
 )
-from flywheel.web.site import Site, is_number, position, site_of
+from flywheel.web.site import Site, is_number, position, site_of, tasks_with
 
 PER_PAGE: Final = 25
 NEWEST_ROUNDS: Final = 50
@@ -114,8 +113,7 @@ class RolloutSelection:
 
     def query(self, **changes: object) -> str:
         """The query string of these groups; empty for all of them."""
-        query = urlencode({name: value for name, value in (asdict(self) | changes).items() if value != ""})
-        return f"?{query}" if query else ""
+        return tasks_with("", **(asdict(self) | changes))
 
     def key(self, group: RolloutGroup) -> Key:
         return self._order(group), group.step, group.group
@@ -154,12 +152,15 @@ class Listed:
     groups: list[RolloutGroup] = field(default_factory=list)
     count: int = 0
     rollouts: int = 0
-    rewards: int = 0
     total: float = 0.0
     bins: list[int] = field(default_factory=lambda: [0] * BINS)
     more: str = ""
     steps: tuple[int, int] | None = None
     criteria: list[str] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> int:
+        return sum(self.bins)
 
     @property
     def mean(self) -> float | None:
@@ -173,7 +174,6 @@ class Listed:
                 continue
             self.rollouts += 1
             if rollout.reward is not None:
-                self.rewards += 1
                 self.total += rollout.reward
                 self.bins[min(max(int(round(rollout.reward, DIGITS) * BINS), 0), BINS - 1)] += 1
 

@@ -104,8 +104,8 @@ def test_the_replies_of_a_conversation_with_those_without_a_task(
     monkeypatch.setattr("flywheel.web.lineage.PER_PAGE", 1)
     first = http.get("/lineage", params={"id": "a talk"})
     assert 'rel="next"' in first.text
-    [rest] = re.findall(r'href="(\?replies=\d+)#replies" rel="next"', first.text)
-    assert "interrupted" in http.get(str(first.url).partition("#")[0] + rest).text
+    [rest] = re.findall(r'href="([^"]*\?replies=\d+)#replies" rel="next"', first.text)
+    assert "interrupted" in http.get(rest).text
     told = http.get("/lineage", params={"id": reply(2).span_id})
     assert told.status_code == 404 and "has no task: interrupted" in told.text
 

@@ -38,7 +38,11 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
     assert page.locator("#over-time canvas").count() == 1
     page.get_by_text("The shares as a table").click()
     rows = page.get_by_role("region", name="Acceptance over time").locator("tbody tr").all_inner_texts()
-    assert {row.split("\t")[1].strip() for row in rows} >= {"base model", "demo-agent@r0001", "demo-agent@r0002"}
+    assert {row.split("\t")[1].strip() for row in rows} >= {
+        "no recorded model",
+        "demo-agent@r0001",
+        "demo-agent@r0002",
+    }
     assert [row.split("\t")[1] for row in rows if row.endswith("deployed")] == ["r0001", "r0002"]
     assert page.locator("main script, main img, main iframe").count() == 0
     assert "in the last 48 hours, at most" in text
@@ -140,6 +144,7 @@ def test_the_plot_has_each_share_at_its_time_and_a_gap_where_there_is_none() -> 
 
     plot = TimePlot([period("", 0), period("", 2), period("agent@r0001", 2)], [(begin, "r0001")])
     assert plot.names == ["", "agent@r0001"]
+    assert plot.data["ends"] == [(begin + number * hour).timestamp() for number in (0, 3)]
     assert plot.data["times"] == [(begin + (number + 0.5) * hour).timestamp() for number in (0, 2)]
     assert plot.data["marks"] == [(begin.timestamp(), "r0001")]
     [base, adapter] = plot.data["series"]

@@ -32,7 +32,8 @@ def test_paired_dots_begin_with_the_largest_loss() -> None:
         Score(task_id="loss", candidate=0.25, deployed=0.5),
     ]
     dots = paired_dots(scores)
-    assert [(each.task_id, each.kind) for each in dots] == [("loss", "loss"), ("same", "same"), ("gain", "gain")]
+    expected = [("loss", "loss"), ("same", "same"), ("gain", "gain")]
+    assert [(each.score.task_id, each.kind) for each in dots] == expected
     assert (dots[2].candidate, dots[2].deployed) == (DOTS_TOP, DOTS_TOP + DOTS_HEIGHT)
     assert all(0 < each.x < dots_width(3) for each in dots)
     assert not paired_dots([])

@@ -27,15 +27,17 @@ function makePlot(element, height, { axes, ...options }, data) {
     const figure = document.querySelector("[data-shares]");
     if (!figure || (drawn?.figure === figure && drawn.text === figure.dataset.shares && isForced !== true)) return;
     drawn?.plot.remove();
-    const { times, series, marks } = JSON.parse(figure.dataset.shares);
+    const { times, ends, series, marks } = JSON.parse(figure.dataset.shares);
     const lines = series.map(([values], place) => ({
       stroke: colour(`--s${place % COLOURS}`), width: 2, spanGaps: true, points: { show: true, size: 6, fill: colour(`--s${place % COLOURS}`) },
     }));
     const percent = (_, values) => values.map((each) => `${Math.round(each * 100)} %`);
-    const plot = makePlot(figure.querySelector(".plot"), 280, {
+    const isLong = ends[1] - ends[0] > 3 * 86400;
+    const moments = (_, values) => values.map((at) => new Date(at * 1000).toISOString()).map((text) => (isLong ? text.slice(0, 10) : text.slice(5, 16).replace("T", " ")));
+    const plot = makePlot(figure.querySelector(".plot"), 320, {
       series: [{}, ...lines], tzDate: (at) => window.uPlot.tzDate(new Date(at * 1000), "Etc/UTC"),
-      scales: { y: { range: [0, 1] } }, hooks: { draw: [(made) => drawOver(made, times, series, marks)] },
-      axes: [{ label: figure.dataset.when, size: 40 }, { label: figure.dataset.what, size: 50, values: percent }],
+      scales: { x: { range: () => ends }, y: { range: [0, 1] } }, hooks: { draw: [(made) => drawOver(made, times, series, marks)] },
+      axes: [{ label: figure.dataset.when, size: 26, space: 90, values: moments }, { label: figure.dataset.what, size: 50, values: percent }],
     }, [times, ...series.map(([values]) => values)]);
     drawn = { figure, text: figure.dataset.shares, plot };
   }
@@ -57,7 +59,7 @@ function makePlot(element, height, { axes, ...options }, data) {
     ctx.setLineDash([4 * ratio, 3 * ratio]);
     [ctx.strokeStyle, ctx.fillStyle, ctx.font] = [colour("--dim"), colour("--ink"), `${11 * ratio}px system-ui, sans-serif`];
     for (const [at, text] of marks) {
-      const x = plot.valToPos(Math.min(Math.max(at, times[0]), times.at(-1)), "x", true);
+      const x = plot.valToPos(Math.min(Math.max(at, plot.scales.x.min), plot.scales.x.max), "x", true);
       line(x, bbox.top, bbox.top + bbox.height);
       ctx.textAlign = x > bbox.left + bbox.width / 2 ? "right" : "left";
       ctx.fillText(text, x + (ctx.textAlign === "left" ? 3 : -3) * ratio, bbox.top + 11 * ratio);
