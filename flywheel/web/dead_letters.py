@@ -83,7 +83,8 @@ def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dic
         "has_more": bool(key) and any(len(group.ids) > last for group in groups),
         "asked": actions.asked(conn, asked),
         "requests": [
-            actions.outcome(*each) for each in requests.recent(conn, (RequestKind.RETRY, RequestKind.DROP), REQUESTS)
+            (found, actions.told(found, units))
+            for found, units in requests.recent(conn, (RequestKind.RETRY, RequestKind.DROP), REQUESTS)
         ],
     }
 

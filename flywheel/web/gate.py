@@ -130,33 +130,27 @@ def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
 
 async def show(request: Request) -> Response:
     """One decision with its evidence."""
-    site = site_of(request)
     outcome, questions = await _outcome(request)
-    values: dict[str, Any] = {
-        "outcome": outcome,
-        "sentence": sentence(outcome),
-        "later": later(outcome),
-        "compared_with": compared_with(outcome),
-        "level": level,
-    }
     comparison = outcome.comparison
-    if comparison is None:
-        return site.page("gate.html", **values, comparison=None)
-    rows = bars(comparison, outcome.decision)
-    bounds = [bound for row in rows for bound in (row.figures.lower, row.figures.upper, row.limit or 0.0)]
-    best, worst = extremes(comparison.scores)
+    rows = bars(comparison, outcome.decision) if comparison is not None else []
+    scores = plots.ranked(comparison.scores) if comparison is not None else []
+    best, worst = extremes(scores)
     answers, why = await _answers(outcome, [score.task_id for score in (*best, *worst)])
-    return site.page(
+    return site_of(request).page(
         "gate.html",
-        **values,
+        outcome=outcome,
+        sentence=sentence(outcome),
+        later=later(outcome),
+        compared_with=compared_with(outcome),
+        level=level,
         comparison=comparison,
         bars=rows,
-        axis=plots.axis_of(bounds),
-        dots=plots.paired_dots(comparison.scores),
-        plot_width=plots.dots_width(len(comparison.scores)),
-        scores=plots.ranked(comparison.scores),
+        axis=plots.axis_of(b for row in rows for b in (row.figures.lower, row.figures.upper, row.limit or 0.0)),
+        dots=plots.paired_dots(scores),
+        plot_width=plots.dots_width(len(scores)),
+        scores=scores,
         questions=questions,
-        misses=misses_of(comparison),
+        misses=misses_of(comparison) if comparison is not None else "",
         best=[(score, pair_of(answers.get(score.task_id, ()), 1)) for score in best],
         worst=[(score, pair_of(answers.get(score.task_id, ()), -1)) for score in worst],
         without_answers=why,
@@ -180,10 +174,9 @@ def _decision(name: str, conn: Connection) -> tuple[RoundFacts, dict[str, str]] 
 
 
 def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
-    """The tasks with the largest gains, and those with the largest losses; only such that differ."""
-    found = plots.ranked(scores)
-    gains = [score for score in found if plots.difference_of(score) > 0]
-    losses = [score for score in reversed(found) if plots.difference_of(score) < 0]
+    """The tasks with the largest gains, and those with the largest losses, of ranked ones; only such that differ."""
+    gains = [score for score in scores if plots.difference_of(score) > 0]
+    losses = [score for score in reversed(scores) if plots.difference_of(score) < 0]
     return gains[:PAIRS], losses[:PAIRS]
 
 

@@ -154,12 +154,13 @@ def _page(name: str, before: int | None, differing: bool, conn: Connection) -> d
         *((f"Criterion {name}", of) for name, of in pairs.criteria.items()),
         ("Two people", pairs.people),
     ]
+    agreement = [(title, agreement_json(of.first, of.second)) for title, of in rows if of.first]
     return {
         "queue": [(key, why, texts[key].payload) for key, why in shown.items()],
         "sizes": {part: sum(why == part for _, why in queue) for part in PARTS},
         "mine": sum(each.labelled_by == name and not each.criterion for each in opinions),
-        "agreement": [(title, agreement_json(of.first, of.second)) for title, of in rows if of.first],
-        "table": agreement_json(pairs.judge.first, pairs.judge.second)["confusion"] if pairs.judge.first else None,
+        "agreement": agreement,
+        "table": agreement[0][1]["confusion"] if pairs.judge.first else None,
         "found": [(each, _differs(each)) for each in wanted[:PER_PAGE]],
         "older": wanted[PER_PAGE - 1].id if len(wanted) > PER_PAGE else None,
         "total": len(opinions),

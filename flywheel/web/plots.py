@@ -119,13 +119,13 @@ def ranked(scores: Sequence[Score]) -> list[Score]:
 
 
 def paired_dots(scores: Sequence[Score]) -> list[Dots]:
-    """The dots of all tasks, the largest loss on the left."""
+    """The dots of all tasks, which are ranked, the largest loss on the left."""
 
     def height(score: float) -> float:
         return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)
 
     found = []
-    for number, score in enumerate(reversed(ranked(scores))):
+    for number, score in enumerate(reversed(scores)):
         difference, x = difference_of(score), round(DOTS_LEFT + (number + 0.75) * _between(len(scores)), 1)
         kind = "gain" if difference > 0 else "loss" if difference < 0 else "same"
         found.append(Dots(score, x, height(score.candidate), height(score.deployed), kind))
