@@ -176,10 +176,10 @@ def sparkline(curves: Curves) -> str:
 
 
 def figures_by_step(curves: Curves) -> dict[str, Any]:
-    """The figures of the charts, for the script that draws."""
+    """The figures of the charts, to six digits, for the script that draws."""
     drawn = {figure for chart in CHARTS for figure in (*chart.series, chart.spread)}
     figures = {
-        name: [None if isnan(value) else value for value in values]
+        name: [None if isnan(value) else float(f"{value:.6g}") for value in values]
         for name, values in curves.figures.items()
         if name in drawn
     }

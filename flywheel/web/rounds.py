@@ -140,6 +140,7 @@ async def show(request: Request) -> Response:
         sentence=sentence(own.facts),
         later=later(own.facts),
         charts=charts_of(own.curves),
+        drawn={each.facts.name: figures_by_step(each.curves) for each in (own, *overlaid)},
         columns=columns(own.curves),
         places=range(end - 1, first - 1, -1),
         timeline=timeline(history, own.curves),
@@ -187,16 +188,6 @@ def _round(
         "choices": [*choices, *(each for each in others if each in facts and each not in choices)],
         **lineage.of_round(conn, own, trains=trains),
     }
-
-
-async def show_curves(request: Request) -> Response:
-    """The figures of a round by step, for the script that draws them."""
-    site, name = site_of(request), request.path_params["round"]
-    found = (await site.read(round_list.facts, [name])).get(name)
-    if found is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    read = await asyncio.to_thread(curves_in, Path(found.dir))
-    return Response(orjson.dumps(figures_by_step(read)), media_type="application/json")
 
 
 def _address(name: str, others: Sequence[str], **changes: object) -> str:

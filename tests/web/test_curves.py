@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import math
 import re
 from math import nan
@@ -170,5 +172,6 @@ async def test_the_pages_without_a_browser(shared_state: Config) -> None:
         shown = (await asked.get("/rounds/r0001?with=r0002&steps=all")).text
         assert "r0001 was promoted" in shown
         assert shown.count('class="chart card"') == 10
-        found = (await asked.get("/rounds/r0001/curves")).json()
-        assert (found["steps"][-1], found["figures"]["reward_mean"][-1]) == (12, 0.5)
+        found = json.loads(html.unescape(re.findall(r'data-curves="([^"]+)"', shown)[0]))
+        assert list(found) == ["r0001", "r0002"]
+        assert (found["r0001"]["steps"][-1], found["r0001"]["figures"]["reward_mean"][-1]) == (12, 0.5)

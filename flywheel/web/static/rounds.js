@@ -5,13 +5,10 @@
   const box = document.getElementById("charts");
   if (!box || !window.uPlot) return;
   const own = box.dataset.round;
-  const others = JSON.parse(box.dataset.others);
-  const NOTHING = { steps: [], figures: {} };
   const POINTS_UP_TO = 40; // steps that are marked by points
   const HEIGHT = 166;
-  const known = new Map(); // round: its figures
   const drawn = new Map(); // id of a figure: what draws it
-  let isLoading = false, isStale = false;
+  let known = {}, others = []; // figures by round, and the rounds that are drawn over this one
 
   const compact = (value) => {
     if (value == null) return "–";
@@ -21,28 +18,11 @@
     return String(Number(value.toPrecision(3)));
   };
 
-  async function read(name) {
-    const answer = await fetch(`/rounds/${encodeURIComponent(name)}/curves`);
-    if (answer.ok) known.set(name, await answer.json());
-  }
-
-  async function load() {
-    isStale = true;
-    if (isLoading) return;
-    isLoading = true;
-    try {
-      while (isStale) {
-        isStale = false;
-        // Others are complete, or are read again with the page.
-        await Promise.all([own, ...others].filter((name) => name === own || !known.has(name)).map(read));
-        for (const figure of box.querySelectorAll("figure[data-series]")) draw(figure);
-      }
-      box.dataset.steps = known.get(own)?.steps.length ?? 0;
-    } catch {
-      // The server is gone or restarts; the next change loads again.
-    } finally {
-      isLoading = false;
-    }
+  function load() {
+    known = JSON.parse(box.dataset.curves);
+    others = Object.keys(known).filter((name) => name !== own);
+    for (const figure of box.querySelectorAll("figure[data-series]")) draw(figure);
+    box.dataset.steps = known[own].steps.length;
   }
 
   // The lines of a chart: label, colour, dash, and the values by step.
@@ -53,7 +33,7 @@
     const kinds = isOverlaid ? series.slice(0, 1) : series;
     const rounds = isOverlaid ? [own, ...others] : [own];
     return rounds.flatMap((round, nth) => {
-      const { figures } = known.get(round) || NOTHING;
+      const { figures } = known[round];
       return kinds.map(([key, label], place) => ({
         round,
         label: isSum ? `${round}, all parts` : isOverlaid ? round : label,
@@ -69,15 +49,15 @@
 
   function draw(figure) {
     const lines = linesOf(figure);
-    const steps = [...new Set([own, ...others].flatMap((name) => (known.get(name) || NOTHING).steps))].sort((a, b) => a - b);
+    const steps = [...new Set([own, ...others].flatMap((name) => known[name].steps))].sort((a, b) => a - b);
     const places = new Map(steps.map((step, place) => [step, place]));
     const aligned = (line, list) => {
       const values = Array(steps.length).fill(null);
-      (known.get(line.round) || NOTHING).steps.forEach((step, at) => { values[places.get(step)] = list[at] ?? null; });
+      known[line.round].steps.forEach((step, at) => { values[places.get(step)] = list[at] ?? null; });
       return values;
     };
     const data = [steps, ...lines.map((line) => aligned(line, line.values))];
-    const band = figure.dataset.spread && !others.length ? known.get(own)?.figures[figure.dataset.spread] : null;
+    const band = figure.dataset.spread && !others.length ? known[own].figures[figure.dataset.spread] : null;
     if (band && lines.length) {
       const at = (sign) => lines[0].values.map((value, place) => (value == null || band[place] == null ? null : value + sign * band[place]));
       data.push(aligned(lines[0], at(1)), aligned(lines[0], at(-1)));
@@ -127,8 +107,7 @@
     }, data);
     made.plot.over.addEventListener("click", () => {
       const place = made.plot.cursor.idx;
-      const steps = (known.get(own) || NOTHING).steps;
-      if (place != null && steps.includes(data[0][place])) location.href = box.dataset.rollouts + made.data[0][place];
+      if (place != null && known[own].steps.includes(made.data[0][place])) location.href = box.dataset.rollouts + made.data[0][place];
     });
     tell(made);
     return made;
