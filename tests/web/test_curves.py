@@ -54,7 +54,7 @@ def test_an_unfinished_last_line_is_read_when_it_is_whole(metrics: Metrics, tmp_
     with metrics.path.open("ab") as file:
         file.write(line[:20])
         file.flush()
-        assert curves_in(tmp_path).steps == [1]
+        assert (curves_in(tmp_path).steps, curves_in(tmp_path).unreadable) == ([1], 0)
         file.write(line[20:] + b"\n")
     found = curves_in(tmp_path)
     assert found.steps == [1, 2]

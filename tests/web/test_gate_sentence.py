@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.config.training import GateSettings
 from flywheel.records.states import RoundState
-from flywheel.store.deployments import ROLLBACK
+from flywheel.store.deployments import BY_HAND, ROLLBACK
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import round_list
 from flywheel.store.views.round_list import RoundFacts
@@ -215,5 +215,6 @@ async def test_what_followed_a_decision(tmp_path: Path) -> None:
             "It served as agent from 2026-11-22 10:00 (last deployed by a rollback at 2026-11-22 10:00) and still"
             " does."
         )
+        assert "last deployed by hand" in (again := await after((BY_HAND, AT))) and "although" not in again
     finally:
         await store.close()
