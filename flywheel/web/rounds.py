@@ -13,7 +13,6 @@ from http import HTTPStatus
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import urlencode
 
 import orjson
 from sqlalchemy import Connection, Row
@@ -35,7 +34,7 @@ from flywheel.training.data.step_figures import times_of
 from flywheel.web import actions, lineage
 from flywheel.web.curves import Curves, charts_of, columns, curves_in, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence
-from flywheel.web.site import position, site_of
+from flywheel.web.site import position, site_of, tasks_with
 
 PER_PAGE: Final = 20
 SAMPLES_PER_PAGE: Final = 25
@@ -115,8 +114,8 @@ async def overlay(request: Request) -> Response:
     names = sorted(known, key=lambda name: known[name].id, reverse=True)
     if not names:
         return RedirectResponse("/rounds", HTTPStatus.SEE_OTHER)
-    others = urlencode([("with", name) for name in names[1:]])
-    return RedirectResponse(f"/rounds/{names[0]}{'?' + others if others else ''}#curves", HTTPStatus.SEE_OTHER)
+    address = tasks_with(f"/rounds/{names[0]}", **{"with": names[1:]})
+    return RedirectResponse(f"{address}#curves", HTTPStatus.SEE_OTHER)
 
 
 async def show(request: Request) -> Response:
@@ -150,7 +149,7 @@ async def show(request: Request) -> Response:
         split=split,
         held_out=Split.HELD_OUT,
         after=after,
-        address=partial(_address, name, others),
+        address=partial(tasks_with, f"/rounds/{name}", **{"with": others}),
         **found,
     )
 
@@ -188,12 +187,6 @@ def _round(
         "choices": [*choices, *(each for each in others if each in facts and each not in choices)],
         **lineage.of_round(conn, own, trains=trains),
     }
-
-
-def _address(name: str, others: Sequence[str], **changes: object) -> str:
-    """The address of the round with the same overlay."""
-    query = urlencode([*(("with", each) for each in others), *((key, each) for key, each in changes.items() if each)])
-    return f"/rounds/{name}{'?' + query if query else ''}"
 
 
 class Moment(NamedTuple):

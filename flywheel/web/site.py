@@ -159,8 +159,8 @@ def quoted(value: object) -> str:
 
 
 def tasks_with(path: str = "/tasks", **values: object) -> str:
-    """The address of the list of tasks, or of its export, with these values; empty ones are left out."""
-    query = urlencode({name: value for name, value in values.items() if value})
+    """The address of the list of tasks, or of another page, with these values; empty ones are left out."""
+    query = urlencode({name: value for name, value in values.items() if value}, doseq=True)
     return f"{path}?{query}" if query else path
 
 
