@@ -35,7 +35,7 @@ function makePlot(element, height, { axes, ...options }, data) {
     const isLong = ends[1] - ends[0] > 3 * 86400;
     const moments = (_, values) => values.map((at) => new Date(at * 1000).toISOString()).map((text) => (isLong ? text.slice(0, 10) : text.slice(5, 16).replace("T", " ")));
     const plot = makePlot(figure.querySelector(".plot"), 320, {
-      series: [{}, ...lines], tzDate: (at) => window.uPlot.tzDate(new Date(at * 1000), "Etc/UTC"),
+      padding: [8, 36, 0, 0], series: [{}, ...lines], tzDate: (at) => window.uPlot.tzDate(new Date(at * 1000), "Etc/UTC"),
       scales: { x: { range: () => ends }, y: { range: [0, 1] } }, hooks: { draw: [(made) => drawOver(made, times, series, marks)] },
       axes: [{ label: figure.dataset.when, size: 26, space: 90, values: moments }, { label: figure.dataset.what, size: 50, values: percent }],
     }, [times, ...series.map(([values]) => values)]);
