@@ -48,9 +48,10 @@ def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
     ).all()
 
 
-def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[Row[Any]]:
-    """Deployments of all aliases, the newest first; only those before the one with number `before`."""
-    query = select(deployments).order_by(deployments.c.id.desc()).limit(limit)
+def listed(conn: Connection, adapter: str | None, limit: int, before: int | None = None) -> Sequence[Row[Any]]:
+    """Deployments of an adapter, or of the base model, the newest first; only those before the one with number
+    `before`."""
+    query = select(deployments).where(deployments.c.adapter == adapter).order_by(deployments.c.id.desc()).limit(limit)
     return conn.execute(query if before is None else query.where(deployments.c.id < before)).all()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import getpass
 import os
+from collections import Counter
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import unquote
 
 from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
@@ -20,7 +21,7 @@ from flywheel.store import dead_letters, requests
 from flywheel.store.dead_letters import Next
 from flywheel.store.requests import RequestKind
 from flywheel.system.terminal import quantity
-from flywheel.web.site import site_of
+from flywheel.web.site import is_number, quoted, site_of
 
 NAME_COOKIE: Final = "flywheel_name"
 LONGEST_NAME: Final = 80
@@ -47,7 +48,7 @@ async def decide(request: Request) -> Response:
     key, verb = request.path_params["key"], request.path_params["verb"]
     if verb not in (RequestKind.RELEASE, RequestKind.REJECT):
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    return await ask(request, RequestKind(verb), {"tasks": [key]}, f"/tasks/{quote(key, safe='')}")
+    return await ask(request, RequestKind(verb), {"tasks": [key]}, f"/tasks/{quoted(key)}")
 
 
 async def decide_round(request: Request) -> Response:
@@ -56,39 +57,30 @@ async def decide_round(request: Request) -> Response:
     if verb not in (RequestKind.DEPLOY, RequestKind.REFUSE):
         raise HTTPException(HTTPStatus.NOT_FOUND)
     arguments = {"round": name, "max_uses": site_of(request).config.training.max_uses}
-    return await ask(request, RequestKind(verb), arguments, f"/rounds/{quote(name, safe='')}")
+    return await ask(request, RequestKind(verb), arguments, f"/rounds/{quoted(name)}")
 
 
-async def ask(request: Request, kind: RequestKind, arguments: Mapping[str, Any], then: str, **query: str) -> Response:
+async def ask(request: Request, kind: RequestKind, arguments: Mapping[str, Any], then: str) -> Response:
     """Have an action done, and lead to the page `then`, which says what became of it."""
     done = await perform(site_of(request).config, kind, arguments, who(request))
-    return RedirectResponse(f"{then}?{urlencode({**query, 'asked': done.id})}", HTTPStatus.SEE_OTHER)
+    return RedirectResponse(f"{then}?asked={done.id}", HTTPStatus.SEE_OTHER)
 
 
-def asked(conn: Connection, number: str) -> dict[str, Any] | None:
-    """What became of the request that led to this page, as the macro `outcome` shows it."""
-    found = requests.find(conn, int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
-    return outcome(found) if found is not None else None
+def asked(conn: Connection, number: str) -> tuple[requests.Request, str] | None:
+    """The request that led to this page, and what became of it; the macro `outcome` shows them."""
+    found = requests.find(conn, int(number)) if is_number(number) else None
+    return (found, told(found)) if found is not None else None
 
 
-def outcome(request: requests.Request, units: int | None = None) -> dict[str, Any]:
-    """A request for people. `units` is of how many it did something, where its result is not there."""
+def told(request: requests.Request, units: int | None = None) -> str:
+    """What became of a request. `units` is of how many it did something, where its result is not there."""
     if request.error is not None:
-        text = str(request.error)
-    elif request.state is RequestState.OPEN:
-        text = "It waits for the daemon, or for the next `flywheel run`."
-    elif units is not None:
-        text = quantity(units, "dead letter")
-    else:
-        text = "; ".join(_done(name, value) for name, value in (request.result or {}).items())
-    return {
-        "id": request.id,
-        "kind": request.kind.value,
-        "state": request.state.value,
-        "by": request.requested_by,
-        "at": request.created_at,
-        "text": text,
-    }
+        return str(request.error)
+    if request.state is RequestState.OPEN:
+        return "It waits for the daemon, or for the next `flywheel run`."
+    if units is not None:
+        return quantity(units, "dead letter")
+    return "; ".join(_done(name, value) for name, value in (request.result or {}).items())
 
 
 def _done(name: str, value: Any) -> str:
@@ -98,8 +90,6 @@ def _done(name: str, value: Any) -> str:
         return "stored"
     if name != "retried":
         return f"{len(value):,} {name}"
-    counts: dict[str, int] = {}
-    for each in value:
-        counts[each["next"]] = counts.get(each["next"], 0) + 1
+    counts = Counter(each["next"] for each in value)
     then = "; ".join(f"{count:,} × {dead_letters.AFTER_RETRY[Next(after)]}" for after, count in counts.items())
     return f"{len(value):,} retried. {then}" if value else "none was open"

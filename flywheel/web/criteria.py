@@ -36,12 +36,13 @@ async def show(request: Request) -> Response:
         criteria=ranked,
         tables={name: _sorted(name, shares) for name, shares in by.items()},
         rows=ROWS,
-        plot=plots.time_plot(_by_week(by.get("week", {}), [name for name, _ in ranked[: plots.SERIES]]), []),
+        plot=plots.TimePlot(_by_week(by.get("week", {}), [name for name, _ in ranked[: plots.SERIES]]), []),
         versions=counts.rubrics,
         title_of=title,
         not_counted=_not_counted(counts),
         counted_at=figures.counted_at,
-        drawing=plots,
+        axis=plots.SHARES,
+        drawn=plots.SERIES,
     )
 
 

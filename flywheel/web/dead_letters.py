@@ -20,7 +20,7 @@ from flywheel.store import dead_letters, requests
 from flywheel.store.requests import RequestKind
 from flywheel.web import actions
 from flywheel.web.actions import field
-from flywheel.web.site import is_number, site_of
+from flywheel.web.site import is_number, position, site_of
 
 SHOWN: Final = 5
 """Dead letters of an error that the list shows; the page of the error has more."""
@@ -62,11 +62,9 @@ async def show(request: Request) -> Response:
     """The dead letters by error, or those of one error."""
     site, query = site_of(request), request.query_params
     every, key = query.get("state") == "all", query.get("group", "")
-    page = query.get("page", "1")
-    if not (page.isascii() and page.isdigit() and 0 < len(page) < 6 and int(page)):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {page}.")
-    found = await site.read(partial(_page, every, key, int(page), query.get("asked", "")))
-    return site.page("dead_letters.html", every=every, chosen=key, page=int(page), **found)
+    page = position(query, "page") or 1
+    found = await site.read(partial(_page, every, key, page, query.get("asked", "")))
+    return site.page("dead_letters.html", every=every, chosen=key, page=page, **found)
 
 
 def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dict[str, Any]:
@@ -85,7 +83,8 @@ def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dic
         "has_more": bool(key) and any(len(group.ids) > last for group in groups),
         "asked": actions.asked(conn, asked),
         "requests": [
-            actions.outcome(*each) for each in requests.recent(conn, (RequestKind.RETRY, RequestKind.DROP), REQUESTS)
+            (found, actions.told(found, units))
+            for found, units in requests.recent(conn, (RequestKind.RETRY, RequestKind.DROP), REQUESTS)
         ],
     }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
@@ -47,7 +46,7 @@ async def show_list(request: Request) -> Response:
     site = site_of(request)
     found = await site.read(partial(_page, site.config, position(request.query_params, "before")))
     by_hand = await asyncio.to_thread(lambda: evaluation_log.sentence(evaluation_log.read(site.config.state_dir)))
-    return site.page("gate_list.html", level=level, by_hand=by_hand, **found)
+    return site.page("gate_list.html", level=level, by_hand=by_hand, result_of=plots.result_of, **found)
 
 
 def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any]:
@@ -92,98 +91,78 @@ def of_next(coming: NextTest) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A row of the forest plot. `limit` is what the lower bound must be above; None without a requirement."""
 
     name: str
-    tasks: int
-    deployed: float
-    candidate: float
-    gain: float
-    lower: float
-    upper: float
-    limit: float | None
-    needed: int
+    figures: Comparison | CriterionComparison | SuiteComparison
+    limit: float | None = None
+    needed: int = 0
     is_total: bool = False
 
     @property
     def result(self) -> str:
         """What the interval shows: `better`, `worse` or `open`; of a row with a limit, `few` where fewer tasks than
         `needed` were compared, and `missed` where the lower bound is not above the limit."""
-        if self.limit is not None and self.tasks < self.needed:
+        if self.limit is not None and self.figures.tasks < self.needed:
             return "few"
-        if self.limit is not None and self.lower <= self.limit:
+        if self.limit is not None and self.figures.lower <= self.limit:
             return "missed"
-        return "better" if self.lower > 0 else "worse" if self.upper < 0 else "open"
+        return plots.result_of(self.figures.lower, self.figures.upper)
 
 
 def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
     """The total, each criterion and each suite, with the limits of the decision, and the tripwires."""
-    margins, of_suites = (decision.margins, decision.suite_margins) if decision is not None else ({}, {})
-    needed = decision.min_tasks if decision is not None else 0
-
-    def bar(
-        name: str,
-        each: Comparison | CriterionComparison | SuiteComparison,
-        limit: float | None,
-        *,
-        total: bool = False,
-    ) -> Bar:
-        means = each.deployed_mean, each.candidate_mean
-        return Bar(name, each.tasks, *means, each.gain, each.lower, each.upper, limit, needed, total)
-
+    needed, total, limits, of_suites = 0, None, dict[str, float](), dict[str, float]()
+    if decision is not None:
+        needed, total = decision.min_tasks, decision.min_gain
+        limits, of_suites = (
+            {name: -margin for name, margin in margins.items()}
+            for margins in (decision.margins, decision.suite_margins)
+        )
     return [
-        bar("Total score", comparison, decision.min_gain if decision is not None else None, total=True),
-        *(
-            bar(each.criterion, each, -margins[each.criterion] if each.criterion in margins else None)
-            for each in comparison.criteria
-        ),
-        *(
-            bar(f"Suite {each.name}", each, -of_suites[each.name] if each.name in of_suites else None)
-            for each in comparison.suites
-        ),
-        *(bar(f"Tripwire: {TRIPWIRES[each.criterion].label}", each, None) for each in comparison.tripwires),
+        Bar("Total score", comparison, total, needed, is_total=True),
+        *(Bar(each.criterion, each, limits.get(each.criterion), needed) for each in comparison.criteria),
+        *(Bar(f"Suite {each.name}", each, of_suites.get(each.name), needed) for each in comparison.suites),
+        *(Bar(f"Tripwire: {TRIPWIRES[each.criterion].label}", each) for each in comparison.tripwires),
     ]
 
 
 async def show(request: Request) -> Response:
     """One decision with its evidence."""
-    site, name = site_of(request), request.path_params["round"]
-    found = await site.read(partial(_decision, name))
-    if found is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    outcome, questions = found
-    values: dict[str, Any] = {
-        "outcome": outcome,
-        "sentence": sentence(outcome),
-        "later": later(outcome),
-        "compared_with": compared_with(outcome),
-        "level": level,
-    }
+    outcome, questions = await _outcome(request)
     comparison = outcome.comparison
-    if comparison is None:
-        return site.page("gate.html", **values, comparison=None)
-    rows = bars(comparison, outcome.decision)
-    best, worst = extremes(comparison.scores)
+    rows = bars(comparison, outcome.decision) if comparison is not None else []
+    scores = plots.ranked(comparison.scores) if comparison is not None else []
+    best, worst = extremes(scores)
     answers, why = await _answers(outcome, [score.task_id for score in (*best, *worst)])
-    return site.page(
+    return site_of(request).page(
         "gate.html",
-        **values,
+        outcome=outcome,
+        sentence=sentence(outcome),
+        later=later(outcome),
+        compared_with=compared_with(outcome),
+        level=level,
         comparison=comparison,
         bars=rows,
-        axis=plots.axis_of(
-            value for row in rows for value in (row.lower, row.upper, *([row.limit] if row.limit is not None else []))
-        ),
-        dots=plots.paired_dots(comparison.scores),
-        plot_width=plots.dots_width(len(comparison.scores)),
-        scores=plots.ranked(comparison.scores),
+        axis=plots.axis_of(b for row in rows for b in (row.figures.lower, row.figures.upper, row.limit or 0.0)),
+        dots=plots.paired_dots(scores),
+        plot_width=plots.dots_width(len(scores)),
+        scores=scores,
         questions=questions,
-        misses=misses_of(comparison),
+        misses=misses_of(comparison) if comparison is not None else "",
         best=[(score, pair_of(answers.get(score.task_id, ()), 1)) for score in best],
         worst=[(score, pair_of(answers.get(score.task_id, ()), -1)) for score in worst],
         without_answers=why,
     )
+
+
+async def _outcome(request: Request) -> tuple[RoundFacts, dict[str, str]]:
+    """The round that is asked for, and the questions of the tasks of its comparison. Raises HTTPException."""
+    found = await site_of(request).read(partial(_decision, name := request.path_params["round"]))
+    if found is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
+    return found
 
 
 def _decision(name: str, conn: Connection) -> tuple[RoundFacts, dict[str, str]] | None:
@@ -195,10 +174,9 @@ def _decision(name: str, conn: Connection) -> tuple[RoundFacts, dict[str, str]] 
 
 
 def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
-    """The tasks with the largest gains, and those with the largest losses; only such that differ."""
-    found = plots.ranked(scores)
-    gains = [score for score in found if plots.difference_of(score) > 0]
-    losses = [score for score in reversed(found) if plots.difference_of(score) < 0]
+    """The tasks with the largest gains, and those with the largest losses, of ranked ones; only such that differ."""
+    gains = [score for score in scores if plots.difference_of(score) > 0]
+    losses = [score for score in reversed(scores) if plots.difference_of(score) < 0]
     return gains[:PAIRS], losses[:PAIRS]
 
 
@@ -214,10 +192,9 @@ async def _answers(outcome: RoundFacts, keys: Sequence[str]) -> tuple[dict[str, 
         return {}, str(error)
     if not found:
         return {}, f"There are no answers in {path}: retention has removed them."
-    by_task: dict[str, list[Answer]] = {}
-    for answer in found:
-        by_task.setdefault(answer["task_id"], []).append(answer)
-    return by_task, ""
+    return {
+        key: [each for each in found if each["task_id"] == key] for key in {each["task_id"] for each in found}
+    }, ""
 
 
 def pairs_of(answers: Sequence[Answer]) -> list[tuple[Answer | None, Answer | None]]:
@@ -240,17 +217,14 @@ def _reward(answer: Answer) -> float:
 
 async def show_pair(request: Request) -> Response:
     """All answers of both sides about one task."""
-    site, name, key = site_of(request), request.path_params["round"], request.path_params["task"]
-    found = await site.read(partial(_decision, name))
-    if found is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    outcome, questions = found
+    key = request.path_params["task"]
+    outcome, questions = await _outcome(request)
     scores = plots.ranked(outcome.comparison.scores) if outcome.comparison is not None else []
     place = next((place for place, score in enumerate(scores) if score.task_id == key), None)
     answers, why = await _answers(outcome, [key])
     if place is None and key not in answers:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"The gate of {name} has no task {key}.")
-    return site.page(
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"The gate of {outcome.name} has no task {key}.")
+    return site_of(request).page(
         "gate_pair.html",
         outcome=outcome,
         compared_with=compared_with(outcome),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Self
-from urllib.parse import quote, urlencode
 
 import orjson
 from sqlalchemy import Connection, select
@@ -22,7 +21,7 @@ from flywheel.store.kernel.schema import tasks
 from flywheel.store.labels import Opinion
 from flywheel.store.requests import RequestKind
 from flywheel.web.actions import field, who
-from flywheel.web.site import site_of
+from flywheel.web.site import is_number, position, quoted, site_of, tasks_with
 
 PER_PAGE: Final = 50
 SHOWN: Final = 20
@@ -48,28 +47,13 @@ class Place:
     def of(cls, given: Any) -> Self:
         """The place that an address or a form names; other values are as if there were none."""
         queue, at = given("queue"), given("at")
-        return cls(
-            queue if queue in (EVERYTHING, *PARTS) else "",
-            int(at) if at.isascii() and at.isdigit() and len(at) < 6 else 0,
-            given("blind") == "1",
-        )
+        is_queue = queue in (EVERYTHING, *PARTS)
+        return cls(queue if is_queue else "", int(at) if is_queue and is_number(at) else 0, given("blind") == "1")
 
-    def query(self, at: int | None = None) -> str:
-        values: dict[str, str | int] = {}
-        if self.queue:
-            values = {"queue": self.queue, "at": self.at if at is None else at}
-        if self.is_blind:
-            values["blind"] = 1
-        return urlencode(values)
-
-    def step(self, by: int) -> str:
-        """The address that leads to the task so many places further in the queue."""
-        return f"/labels/next?{self.query(max(0, self.at + by))}"
-
-    def address(self, key: str) -> str:
-        """The address of a task at this place."""
-        query = self.query()
-        return f"/tasks/{quote(key, safe='')}" + (f"?{query}" if query else "")
+    def address(self, path: str, by: int = 0, **changes: object) -> str:
+        """The address of a page at this place, or so many places further in the queue."""
+        own = {"queue": self.queue, "at": max(0, self.at + by), "blind": int(self.is_blind)}
+        return tasks_with(path, **(own | changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +95,9 @@ async def put(request: Request) -> Response:
     if done.error is not None:
         raise HTTPException(HTTPStatus.CONFLICT, str(done.error))
     # A label on one criterion leaves the task in the queue, to be labelled as a whole.
-    to = place.step(0) if place.queue and not arguments["criterion"] else f"{place.address(key)}#labels"
-    return RedirectResponse(to, HTTPStatus.SEE_OTHER)
+    goes_on = place.queue and not arguments["criterion"]
+    to = place.address("/labels/next" if goes_on else f"/tasks/{quoted(key)}")
+    return RedirectResponse(to if goes_on else f"{to}#labels", HTTPStatus.SEE_OTHER)
 
 
 async def go_on(request: Request) -> Response:
@@ -120,9 +105,9 @@ async def go_on(request: Request) -> Response:
     place = place_of(request)
     found = await site_of(request).read(partial(_queue, who(request), place.queue))
     if place.at >= len(found):
-        return RedirectResponse(f"/labels?{urlencode({'ended': place.queue or EVERYTHING})}", HTTPStatus.SEE_OTHER)
+        return RedirectResponse(f"/labels?ended={place.queue or EVERYTHING}", HTTPStatus.SEE_OTHER)
     key, _ = found[place.at]
-    return RedirectResponse(place.address(key), HTTPStatus.SEE_OTHER)
+    return RedirectResponse(place.address(f"/tasks/{quoted(key)}"), HTTPStatus.SEE_OTHER)
 
 
 def _queue(name: str, part: str, conn: Connection) -> list[tuple[str, str]]:
@@ -138,11 +123,9 @@ def _queue(name: str, part: str, conn: Connection) -> list[tuple[str, str]]:
 async def show(request: Request) -> Response:
     """The queue, the agreement, and the labels, the newest first."""
     site, name = site_of(request), who(request)
-    before = request.query_params.get("before", "")
-    if before and not (before.isascii() and before.isdigit() and len(before) < 16):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {before}.")
+    before = position(request.query_params, "before")
     differing = request.query_params.get("only") == "differing"
-    found = await site.read(partial(_page, name, int(before) if before else None, differing))
+    found = await site.read(partial(_page, name, before, differing))
     ended = request.query_params.get("ended", "")
     return site.page(
         "labels.html",

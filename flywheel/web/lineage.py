@@ -1,11 +1,12 @@
-"""Lineage in both directions: from an alias back to conversations, and from a conversation to what it became."""
+"""Lineage in both directions, for the pages of rounds and tasks: from an alias back to samples, and from a
+conversation to what it became. Deployments, and the page that an id leads to."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import urlencode
 
 from sqlalchemy import Connection, Row
 from starlette.exceptions import HTTPException
@@ -14,122 +15,93 @@ from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.watch_figures import last_figures
 from flywheel.records.states import Split
+from flywheel.records.task import NO_CONVERSATION
 from flywheel.store import deployments, rounds, watches
 from flywheel.store.views import erased_samples, lineage
-from flywheel.store.views.lineage import Subject
-from flywheel.web.site import is_number, position, site_of
+from flywheel.store.views.round_list import RoundFacts
+from flywheel.web.site import is_number, quoted, site_of
 
-ADAPTERS: Final = 15
-DEPLOYMENTS: Final = 15
 PER_PAGE: Final = 50
-"""How many adapters, deployments, and conversations or replies one page lists."""
+"""How many deployments or replies one page lists."""
 SHOWN: Final = 30
 """The most ancestors and descendants that are listed."""
 
 
-async def show(request: Request) -> Response:
-    """All adapters and deployments, or the lineage of what `id` names."""
-    site, query = site_of(request), request.query_params
-    wanted = query.get("id", "").strip()
-    if not wanted:
-        found = await site.read(partial(_index, position(query, "adapters"), position(query, "deployments")))
-        return site.page("lineage.html", address=address, **found)
-    template, found = await site.read(partial(_lineage, wanted, position(query, "after") or 0))
-    if not template:
-        raise HTTPException(
-            HTTPStatus.NOT_FOUND, f"No adapter, round, task, conversation, trace or span has the id {wanted}."
-        )
-    if template == ALIAS:
-        return RedirectResponse("/lineage#deployments", HTTPStatus.SEE_OTHER)
-    return site.page(template, address=address, **found)
+async def find(request: Request) -> Response:
+    """Lead to the page of what `id` names: a round, an adapter, an alias, or the first task of a reply."""
+    wanted = request.query_params.get("id", "").strip()
+    address, missing = await site_of(request).read(partial(_find, wanted))
+    if not address:
+        raise HTTPException(HTTPStatus.NOT_FOUND, missing)
+    return RedirectResponse(address, HTTPStatus.SEE_OTHER)
 
 
-ALIAS: Final = "alias"
+def _find(wanted: str, conn: Connection) -> tuple[str, str]:
+    """The address of the page of what an id names; without one it is empty, and the text says what there is."""
+    if not wanted or deployments.history(conn, wanted, 1):
+        return "/rounds#serving", ""
+    if (row := rounds.by_name(conn, wanted.rpartition("@")[2])) is not None:
+        return f"/rounds/{quoted(row.name)}#lineage", ""
+    if (named := lineage.subject(conn, wanted)) is None:
+        return "", f"No adapter, round, task, conversation, trace or span has the id {wanted}."
+    replies = lineage.replies_of(conn, named, SHOWN)
+    if (key := next((each.key for each in replies if each.key), None)) is not None:
+        return f"/tasks/{quoted(key)}#lineage", ""
+    why = "; ".join(dict.fromkeys(": ".join(filter(None, (each.skip_reason, each.detail))) for each in replies))
+    return "", f"The {named.kind} {wanted} has no task: {why}."
 
 
-def address(name: str = "", **parts: object) -> str:
-    """The address of a lineage, and of a part of its list."""
-    query = urlencode({key: value for key, value in {"id": name, **parts}.items() if value})
-    return f"/lineage?{query}" if query else "/lineage"
-
-
-def _index(adapters_before: int | None, deployments_before: int | None, conn: Connection) -> dict[str, Any]:
-    adapters = lineage.listed(conn, ADAPTERS + 1, adapters_before)
-    deployed = deployments.listed(conn, DEPLOYMENTS + 1, deployments_before)
-    shown = adapters[:ADAPTERS]
-    active = deployments.all_active(conn)
+def of_aliases(conn: Connection, before: int | None) -> dict[str, Any]:
+    """What each alias stands for, and the deployments of the base model, which belong to no round."""
+    found = deployments.listed(conn, None, PER_PAGE + 1, before)
     return {
-        "active": [(row, _line(conn, row.adapter) if row.adapter else []) for row in active],
-        "adapters": shown,
-        "samples": lineage.samples(conn, [row.round_id for row in shown]),
-        "services": deployments.services(conn, [row.name for row in shown]),
-        "older_adapters": shown[-1].id if len(adapters) > ADAPTERS else None,
-        "deployments": deployed[:DEPLOYMENTS],
-        "older_deployments": deployed[DEPLOYMENTS - 1].id if len(deployed) > DEPLOYMENTS else None,
-        "adapters_before": adapters_before,
-        "deployments_before": deployments_before,
+        "active": [(row, _line(conn, row.adapter)) for row in deployments.all_active(conn)],
+        "deployments": found[:PER_PAGE],
+        "older_deployments": found[PER_PAGE - 1].id if len(found) > PER_PAGE else None,
     }
 
 
-def _line(conn: Connection, adapter: str) -> list[str]:
+def _line(conn: Connection, adapter: str | None) -> list[str]:
     """An adapter and what it goes back to."""
-    return [adapter, *lineage.ancestors(conn, adapter)]
+    return [adapter, *lineage.ancestors(conn, adapter)] if adapter else []
 
 
-def _lineage(wanted: str, after: int, conn: Connection) -> tuple[str, dict[str, Any]]:
-    """The template for what an id names, and its values; an empty template if it names nothing."""
-    row = rounds.by_name(conn, wanted.rpartition("@")[2])
-    if row is not None:
-        return "lineage_round.html", _of_round(conn, row, after)
-    found = lineage.subject(conn, wanted)
-    if found is not None:
-        return "lineage_subject.html", _of_subject(conn, found, after)
-    return ALIAS if deployments.history(conn, wanted, 1) else "", {}
-
-
-def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
-    adapter = rounds.adapter(conn, row.name)
-    held_out = len(rounds.samples_of(conn, row.id, Split.HELD_OUT))
-    # Without samples, the round has only compared another trainer's adapter with its parent.
-    goes_on = row.parent and (not held_out or rounds.samples_of(conn, row.id, Split.TRAIN))
-    line = [row.name, *(_line(conn, row.parent) if goes_on else [])]
+def of_round(conn: Connection, found: RoundFacts, *, trains: bool) -> dict[str, Any]:
+    """What the weights of a round's adapter come from, what was trained from them, and the adapter's deployments.
+    Those of a round that `trains` nothing do not come from its parent's."""
+    adapter = rounds.adapter(conn, found.name)
+    line = [found.name, *(_line(conn, found.parent) if trains else [])]
     ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
-    ids[row.name] = row.id
-    samples = lineage.samples(conn, list(ids.values()))
-    younger = lineage.descendants(conn, [row.name])
-    conversations = lineage.conversations_of(conn, row.id, PER_PAGE + 1, after)
+    samples = lineage.samples(conn, [*ids.values()])
+    younger = lineage.descendants(conn, [found.name])
     return {
-        "round": row,
         "adapter": adapter,
         "line": [(name, samples[ids[name]] if name in ids else None) for name in line[:SHOWN]],
         "hidden": max(0, len(line) - SHOWN),
-        "samples": samples[row.id],
-        "held_out": held_out,
         "younger": list(younger.items())[:SHOWN],
         "hidden_younger": max(0, len(younger) - SHOWN),
-        "services": deployments.services(conn, [row.name])[row.name],
-        "erased": [each.sentence for each in erased_samples.affected(conn) if each.adapter == row.name],
-        "conversations": conversations[:PER_PAGE],
-        "next": conversations[PER_PAGE - 1].number if len(conversations) > PER_PAGE else None,
-        "after": after,
+        "erased": [each.sentence for each in erased_samples.affected(conn) if each.adapter == found.name],
+        "deployments": deployments.listed(conn, found.name, PER_PAGE) if adapter is not None else (),
     }
 
 
-def _of_subject(conn: Connection, found: Subject, after: int) -> dict[str, Any]:
-    replies = lineage.replies_of(conn, found, PER_PAGE + 1, after)
-    uses = lineage.uses(conn, found)
+def of_task(conn: Connection, task: Mapping[str, Any], after: int) -> dict[str, Any]:
+    """What became of a task's conversation: the rounds and adapters that used it, and its replies."""
+    conversation = task["conversation_id"]
+    named = lineage.subject(conn, task["task_id"] if conversation in NO_CONVERSATION else conversation)
+    uses: Sequence[Row[Any]] = lineage.uses(conn, named) if named is not None else ()
+    replies: Sequence[Row[Any]] = lineage.replies_of(conn, named, PER_PAGE + 1, after) if named is not None else ()
     trained = [use.adapter for use in uses if use.adapter and use.split == Split.TRAIN and use.tasks > use.left_out]
     younger = {name: parent for name, parent in lineage.descendants(conn, trained).items() if name not in trained}
-    adapters = [(name, None) for name in trained] + list(younger.items())
+    adapters = [*dict.fromkeys(trained).items(), *younger.items()]
     return {
-        "subject": found,
-        "replies": replies[:PER_PAGE],
-        "next": replies[PER_PAGE - 1].id if len(replies) > PER_PAGE else None,
-        "after": after,
         "uses": uses,
         "adapters": adapters[:SHOWN],
         "hidden": max(0, len(adapters) - SHOWN),
         "services": deployments.services(conn, [name for name, _ in adapters[:SHOWN]]),
+        "replies": replies[:PER_PAGE],
+        "next": replies[PER_PAGE - 1].id if len(replies) > PER_PAGE else None,
+        "after": after,
     }
 
 
@@ -140,7 +112,7 @@ async def show_deployment(request: Request) -> Response:
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no deployment {number[:100]}.")
     replicas = (found["deployment"].report or {}).get("replicas", ())
-    return site.page("deployment.html", **found, replicas=replicas, address=address)
+    return site.page("deployment.html", **found, replicas=replicas)
 
 
 def _deployment(number: int, conn: Connection) -> dict[str, Any] | None:

@@ -1,27 +1,17 @@
-"""Plots: the geometry of shares over time, of forest plots and of paired dots. Templates draw them.
-
-Numbers are in units of the drawing.
-"""
+"""Plots: shares over time, which a script draws, and the geometry of forest plots and of paired dots in units of the
+drawing, which templates draw."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Final
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
 from flywheel.records.round import Score
 from flywheel.store.views.acceptance import SharePeriod
 
-WIDTH: Final = 900
-HEIGHT: Final = 306
-LEFT: Final = 86
-RIGHT: Final = 12
-TOP: Final = 56
-BOTTOM: Final = 62
-"""Margins have room for the larger letters of narrow screens."""
-TICKS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 SERIES: Final = 6
 """So many series have a colour and a sign of their own; further ones begin again."""
 AXIS_WIDTH: Final = 240
@@ -35,72 +25,35 @@ DOTS_LEFT: Final = 34
 _LEAST_BETWEEN, _MOST_BETWEEN, _USUAL_WIDTH = 12, 26, 680
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """`y`, `low` and `high` are heights from the top; `period` is what is drawn."""
+class TimePlot(NamedTuple):
+    """Shares over time, a line for each name, and what is marked on the axis of time, each with its text."""
 
-    x: float
-    y: float
-    low: float
-    high: float
-    period: SharePeriod
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    name: str
-    kind: int
-    points: list[Point]
+    periods: Sequence[SharePeriod]
+    marks: Sequence[tuple[datetime, str]]
 
     @property
-    def line(self) -> str:
-        """The `points` of a polyline."""
-        return " ".join(f"{each.x},{each.y}" for each in self.points)
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(each.name for each in self.periods))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the script draws: times in seconds with the ends of their axis, and by name the shares with their
+        bounds, null without one."""
+        times = sorted({_middle(each) for each in self.periods})
+        shares = {(each.name, _middle(each)): (each.share.value, *each.share.interval) for each in self.periods}
+        nothing = (None, None, None)
+        series = [list(zip(*(shares.get((name, at), nothing) for at in times), strict=True)) for name in self.names]
+        ends = min(each.begin for each in self.periods), max(each.end for each in self.periods)
+        return {
+            "times": times,
+            "ends": [at.timestamp() for at in ends],
+            "series": series,
+            "marks": [(at.timestamp(), name) for at, name in self.marks],
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class TimePlot:
-    """`times` are ticks of the axis and `marks` what is marked on it, each with its place and its text."""
-
-    series: list[Series]
-    times: list[tuple[float, str]]
-    marks: list[tuple[float, str]]
-
-
-def height_of(share: float) -> float:
-    return round(TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def time_plot(periods: Sequence[SharePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
-    """The plot of these periods; None without any. Marks before the first period are drawn at its begin."""
-    if not periods:
-        return None
-    begin, end = min(each.begin for each in periods), max(each.end for each in periods)
-    span = (end - begin) / timedelta(seconds=1)
-
-    def place(at: datetime) -> float:
-        share = (min(max(at, begin), end) - begin) / timedelta(seconds=1) / span
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
-
-    names = list(dict.fromkeys(each.name for each in periods))
-    series = [
-        Series(
-            name,
-            number % SERIES,
-            [_point(place(each.begin + (each.end - each.begin) / 2), each) for each in periods if each.name == name],
-        )
-        for number, name in enumerate(names)
-    ]
-    form = "%m-%d %H:%M" if end - begin < timedelta(days=3) else "%Y-%m-%d"
-    times = [(begin + share * (end - begin) / 4) for share in range(5)]
-    return TimePlot(
-        series, [(place(at), at.strftime(form)) for at in times], [(place(at), text) for at, text in marks]
-    )
-
-
-def _point(x: float, period: SharePeriod) -> Point:
-    lower, upper = period.share.interval
-    return Point(x, height_of(period.share.value), height_of(lower), height_of(upper), period)
+def _middle(period: SharePeriod) -> float:
+    return (period.begin + (period.end - period.begin) / 2).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +92,20 @@ def axis_of(values: Iterable[float]) -> Axis:
     return Axis(round(first * step, 2), round(last * step, 2), step)
 
 
-@dataclass(frozen=True, slots=True)
-class Dots:
-    """The scores of a task: `x` is its place, `candidate` and `deployed` are heights from the top."""
+def result_of(lower: float, upper: float) -> str:
+    """What the interval of a gain shows: `better`, `worse` or `open`."""
+    return "better" if lower > 0 else "worse" if upper < 0 else "open"
 
-    task_id: str
+
+class Dots(NamedTuple):
+    """The scores of a task: `x` is its place, `candidate` and `deployed` are heights from the top. `kind` says how
+    the candidate compares: `gain`, `loss` or `same`."""
+
+    score: Score
     x: float
     candidate: float
     deployed: float
-    score: Score
-
-    @property
-    def kind(self) -> str:
-        """How the candidate compares: `gain`, `loss` or `same`."""
-        difference = difference_of(self.score)
-        return "gain" if difference > 0 else "loss" if difference < 0 else "same"
+    kind: str
 
 
 def difference_of(score: Score) -> float:
@@ -167,13 +119,17 @@ def ranked(scores: Sequence[Score]) -> list[Score]:
 
 
 def paired_dots(scores: Sequence[Score]) -> list[Dots]:
-    """The dots of all tasks, the largest loss on the left."""
-    between = _between(len(scores))
-    places = (round(DOTS_LEFT + (number + 0.75) * between, 1) for number in range(len(scores)))
-    return [
-        Dots(score.task_id, place, _height(score.candidate), _height(score.deployed), score)
-        for place, score in zip(places, reversed(ranked(scores)), strict=True)
-    ]
+    """The dots of all tasks, which are ranked, the largest loss on the left."""
+
+    def height(score: float) -> float:
+        return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)
+
+    found = []
+    for number, score in enumerate(reversed(scores)):
+        difference, x = difference_of(score), round(DOTS_LEFT + (number + 0.75) * _between(len(scores)), 1)
+        kind = "gain" if difference > 0 else "loss" if difference < 0 else "same"
+        found.append(Dots(score, x, height(score.candidate), height(score.deployed), kind))
+    return found
 
 
 def dots_width(tasks: int) -> int:
@@ -183,7 +139,3 @@ def dots_width(tasks: int) -> int:
 def _between(tasks: int) -> float:
     """The distance of two tasks: a few fill the usual width."""
     return min(max(_USUAL_WIDTH / (tasks + 1), _LEAST_BETWEEN), _MOST_BETWEEN)
-
-
-def _height(score: float) -> float:
-    return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)

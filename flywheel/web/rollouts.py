@@ -10,13 +10,12 @@ import asyncio
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import urlencode
 
 from sqlalchemy import Connection, Row, select
 from starlette.datastructures import QueryParams
@@ -35,7 +34,7 @@ from flywheel.training.data.rollout_file import (
     probability_class,
     rollout_files,
 )
-from flywheel.web.site import Site, is_number, site_of
+from flywheel.web.site import Site, is_number, position, site_of, tasks_with
 
 PER_PAGE: Final = 25
 NEWEST_ROUNDS: Final = 50
@@ -60,13 +59,10 @@ ORDERS: Final[Mapping[str, tuple[str, Callable[[RolloutGroup], float]]]] = {
     "spread": ("widest rewards", lambda group: math.inf if group.spread is None else -group.spread),
 }
 """The orders of a list, with the number by which each sorts. Groups without it are last."""
-VIEWS: Final = {"logprob": "probability", "advantage": "advantage", "mask": "mask", "text": "text"}
-"""What tokens can be shown by, with the name of each."""
 TOKENS_PER_PAGE: Final = 2_000
 """Tokens of a sample that are shown at once."""
 CONTEXT: Final = "t-context"
-_MASK: Final = {"t-trained": "trained", CONTEXT: "context, not trained on"}
-_LOGPROB: Final = {
+LEGEND: Final = {
     **{
         f"t-p{place}": f"probability {least:g} or more" if least else f"less than {PROBABILITIES[place - 1]:g}"
         for place, least in enumerate(PROBABILITIES)
@@ -74,25 +70,14 @@ _LOGPROB: Final = {
     "t-unknown": "probability unknown",
     CONTEXT: "context, not trained on",
 }
-_ADVANTAGES: Final = ((1.0, "t-a4", "1 or more"), (0.25, "t-a3", "0.25 to 1"), (-0.25, "t-a2", "-0.25 to 0.25"),
-                      (-1.0, "t-a1", "-1 to -0.25"), (-math.inf, "t-a0", "less than -1"))  # fmt: skip
-_NO_ADVANTAGE: Final = "t-none"
-_ADVANTAGE: Final = {
-    **{name: f"advantage {words}" for _, name, words in _ADVANTAGES},
-    _NO_ADVANTAGE: "generated, without an advantage",
-    CONTEXT: "context, not trained on",
-}
-LEGENDS: Final[Mapping[str, Mapping[str, str]]] = {
-    "logprob": _LOGPROB, "advantage": _ADVANTAGE, "mask": _MASK, "text": {},
-}  # fmt: skip
-"""The classes of each view in words."""
+"""The classes of tokens in words."""
 REMOVED: Final = "a round writes them at the end of each step, and retention removes those of old rounds"
 
 Key = tuple[float, int, int]
 """The place of a group in an order, which ends with its step and its number in the step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RolloutSelection:
     """Which groups a list shows, and in which order: the query string of its address. Empty texts select all."""
 
@@ -105,85 +90,52 @@ class RolloutSelection:
     order: str = ""
     after: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be."""
+        if self.end not in ("", *ENDS):
+            raise ValueError(f"rollouts do not end by {self.end[:100]!r}")
+        if self.order not in ("", *ORDERS):
+            raise ValueError(f"there is no order {self.order[:100]!r}")
+        if self.step and not is_number(self.step):
+            raise ValueError(f"{self.step[:100]!r} is no step")
+        self._bounds = float(self.lowest or -math.inf), float(self.highest or math.inf)
+        if any(map(math.isnan, self._bounds)):
+            raise ValueError("a bound is no reward")
+        self._order = ORDERS[self.order or "newest"][1]
+        self.begin: Key = (-math.inf, 0, 0)
+        if self.after:
+            value, step, group = self.after.split(":")
+            self.begin = float(value), int(step), int(group)
+
     @classmethod
     def of(cls, query: QueryParams) -> Self:
         return cls(**{each.name: query.get(each.name, "").strip() for each in fields(cls)})
 
     def query(self, **changes: object) -> str:
         """The query string of these groups; empty for all of them."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | changes
-        query = urlencode({name: value for name, value in values.items() if value != ""})
-        return f"?{query}" if query else ""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which groups and rollouts a selection has, and the order of the groups."""
-
-    step: int | None
-    lowest: float
-    highest: float
-    criterion: str
-    end: str
-    task: str
-    order: Callable[[RolloutGroup], float]
-    after: Key | None
-
-    @classmethod
-    def of(cls, selection: RolloutSelection) -> Self:
-        """Raises ValueError for a value that cannot be."""
-        if selection.end and selection.end not in ENDS:
-            raise ValueError(f"rollouts do not end by {selection.end[:100]!r}")
-        if selection.order and selection.order not in ORDERS:
-            raise ValueError(f"there is no order {selection.order[:100]!r}")
-        if selection.step and not is_number(selection.step):
-            raise ValueError(f"{selection.step[:100]!r} is no step")
-        lowest, highest = (_bound(getattr(selection, name), default) for name, default in _BOUNDS)
-        after = None
-        if selection.after:
-            value, step, group = selection.after.split(":")
-            after = float(value), int(step), int(group)
-        return cls(
-            int(selection.step) if selection.step else None, lowest, highest, selection.criterion, selection.end,
-            selection.task, ORDERS[selection.order or "newest"][1], after,
-        )  # fmt: skip
+        return tasks_with("", **(asdict(self) | changes))
 
     def key(self, group: RolloutGroup) -> Key:
-        return self.order(group), group.step, group.group
-
-    @property
-    def has_bounds(self) -> bool:
-        return self.lowest > -math.inf or self.highest < math.inf
+        return self._order(group), group.step, group.group
 
     def has_group(self, group: RolloutGroup) -> bool:
         return (
-            self.step in (None, group.step)
+            (not self.step or int(self.step) == group.step)
             and self.task in ("", group.task_id)
             and (self.end != "untrained" or group.dropped is not None)
-            and any(self.has_rollout(each) for each in group.rollouts)
+            and any(map(self.has_rollout, group.rollouts))
         )
 
     def has_rollout(self, rollout: RolloutSummary) -> bool:
-        if self.has_bounds and not self._is_within(rollout.reward):
-            return False
-        if self.criterion and self.criterion not in rollout.failed:
-            return False
-        if self.end == "ungraded":
-            return rollout.reward is None
-        return (self.end != "truncated" or rollout.truncated) and (self.end != "missed" or rollout.missed)
-
-    def _is_within(self, reward: float | None) -> bool:
-        return reward is not None and self.lowest <= round(reward, DIGITS) <= self.highest
-
-
-_BOUNDS: Final = (("lowest", -math.inf), ("highest", math.inf))
-
-
-def _bound(text: str, default: float) -> float:
-    bound = float(text) if text else default
-    if math.isnan(bound):
-        raise ValueError(f"{text[:100]!r} is no reward")
-    return bound
+        lowest, highest = self._bounds
+        reward = round(rollout.reward, DIGITS) if rollout.reward is not None else math.nan
+        return (
+            (not (self.lowest or self.highest) or lowest <= reward <= highest)
+            and (not self.criterion or self.criterion in rollout.failed)
+            and (self.end != "ungraded" or rollout.reward is None)
+            and (self.end != "truncated" or rollout.truncated)
+            and (self.end != "missed" or rollout.missed)
+        )
 
 
 @dataclass(slots=True)
@@ -200,7 +152,6 @@ class Listed:
     groups: list[RolloutGroup] = field(default_factory=list)
     count: int = 0
     rollouts: int = 0
-    rewards: int = 0
     total: float = 0.0
     bins: list[int] = field(default_factory=lambda: [0] * BINS)
     more: str = ""
@@ -208,10 +159,14 @@ class Listed:
     criteria: list[str] = field(default_factory=list)
 
     @property
+    def rewards(self) -> int:
+        return sum(self.bins)
+
+    @property
     def mean(self) -> float | None:
         return self.total / self.rewards if self.rewards else None
 
-    def add(self, group: RolloutGroup, chosen: RolloutFilter) -> None:
+    def add(self, group: RolloutGroup, chosen: RolloutSelection) -> None:
         """Count a group of the selection."""
         self.count += 1
         for rollout in group.rollouts:
@@ -219,12 +174,11 @@ class Listed:
                 continue
             self.rollouts += 1
             if rollout.reward is not None:
-                self.rewards += 1
                 self.total += rollout.reward
                 self.bins[min(max(int(round(rollout.reward, DIGITS) * BINS), 0), BINS - 1)] += 1
 
 
-def listed(directory: Path, chosen: RolloutFilter) -> Listed:
+def listed(directory: Path, chosen: RolloutSelection) -> Listed:
     """The groups of a selection, one page of them. The memory that it takes does not depend on how many there are."""
     page = Listed()
     criteria: Counter[str] = Counter()
@@ -237,7 +191,7 @@ def listed(directory: Path, chosen: RolloutFilter) -> Listed:
                 criteria.update(rollout.failed)
             if chosen.has_group(group):
                 page.add(group, chosen)
-                if chosen.after is None or chosen.key(group) > chosen.after:
+                if chosen.key(group) > chosen.begin:
                     yield group
 
     nearest = heapq.nsmallest(PER_PAGE + 1, selected(), key=chosen.key)
@@ -248,96 +202,55 @@ def listed(directory: Path, chosen: RolloutFilter) -> Listed:
     return page
 
 
-async def show_newest(request: Request) -> Response:
-    """The rollouts of the newest round that has any."""
-    site = site_of(request)
+async def show_list(request: Request) -> Response:
+    """The groups of a round, a page of them; without a name, those of the newest round that has any."""
+    site, name = site_of(request), request.path_params.get("round", "")
+    try:
+        selection = RolloutSelection.of(request.query_params)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of rollouts: {error}.") from None
+    directory = await _directory_of(site, name) if name else None
     newest = await site.read(_rounds)
-    for row in newest:
-        if rollout_files(Path(row.dir)):
-            return RedirectResponse(f"/rollouts/{row.name}")
-    values = {"name": "", "rounds": newest, "has_debug": _has_debug(site), **_EMPTY}
-    return site.page("rollouts.html", without="there is no round with rollouts yet", **values)
-
-
-_EMPTY: Final[Mapping[str, Any]] = {
-    "selection": RolloutSelection(),
-    "page": Listed(),
-    "rows": (),
-    "orders": ORDERS,
-    "ends": ENDS,
-}
+    page, questions, without = Listed(), dict[str, str](), ""
+    if directory is None:
+        if with_any := next((row.name for row in newest if rollout_files(Path(row.dir))), None):
+            return RedirectResponse(f"/rollouts/{with_any}")
+        without = "there is no round with rollouts yet"
+    elif rollout_files(directory):
+        page = await asyncio.to_thread(listed, directory, selection)
+        questions = await site.read(task_list.questions, [group.task_id for group in page.groups])
+    else:
+        without = f"there are none in {directory}: {REMOVED}"
+    return site.page(
+        "rollouts.html",
+        name=name,
+        rounds=newest,
+        has_debug=bool(rollout_files(_debug(site))),
+        selection=selection,
+        page=page,
+        questions=questions,
+        orders=ORDERS,
+        ends=ENDS,
+        by_reward=by_reward,
+        failed=failed,
+        dropped=dropped,
+        key_of=key_of,
+        without=without,
+    )
 
 
 def _rounds(conn: Connection) -> list[Row[Any]]:
-    """The newest rounds: `name`, `dir` and `state`."""
-    columns = rounds.c.name, rounds.c.dir, rounds.c.state
-    return list(conn.execute(select(*columns).order_by(rounds.c.id.desc()).limit(NEWEST_ROUNDS)))
+    """The newest rounds: `name` and `dir`."""
+    return list(conn.execute(select(rounds.c.name, rounds.c.dir).order_by(rounds.c.id.desc()).limit(NEWEST_ROUNDS)))
 
 
-def _has_debug(site: Site) -> bool:
-    return bool(rollout_files(site.config.state_dir / "rounds" / DEBUG))
+def _debug(site: Site) -> Path:
+    return site.config.state_dir / "rounds" / DEBUG
 
 
-def _directory(name: str, site: Site, conn: Connection) -> Path | None:
-    """The directory of a round."""
-    if name == DEBUG:
-        return site.config.state_dir / "rounds" / DEBUG
-    directory = conn.execute(select(rounds.c.dir).where(rounds.c.name == name)).scalar_one_or_none()
-    return Path(directory) if directory is not None else None
-
-
-async def show_list(request: Request) -> Response:
-    """The groups of a round, a page of them."""
-    site, name = site_of(request), request.path_params["round"]
-    selection = RolloutSelection.of(request.query_params)
-    try:
-        chosen = RolloutFilter.of(selection)
-    except ValueError as error:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of rollouts: {error}.") from None
-    directory = await _directory_of(site, name)
-    others = await site.read(_rounds)
-    values = {"name": name, "rounds": others, "has_debug": _has_debug(site), **_EMPTY, "selection": selection}
-    if not rollout_files(directory):
-        return site.page("rollouts.html", without=f"there are none in {directory}: {REMOVED}", **values)
-    page = await asyncio.to_thread(listed, directory, chosen)
-    questions = await site.read(task_list.questions, [group.task_id for group in page.groups])
-    rows = [Shown(group, questions.get(group.task_id, ""), chosen) for group in page.groups]
-    return site.page("rollouts.html", without="", **{**values, "page": page, "rows": rows})
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A row of the list."""
-
-    group: RolloutGroup
-    question: str
-    chosen: RolloutFilter
-
-    @property
-    def key(self) -> str:
-        return key_of(self.group)
-
-    @property
-    def rollouts(self) -> list[tuple[int, RolloutSummary, bool]]:
-        """Place, rollout, and whether it is selected; the highest reward first."""
-        return [(place, each, self.chosen.has_rollout(each)) for place, each in by_reward(self.group)]
-
-    @property
-    def failed(self) -> list[tuple[str, int]]:
-        """The criteria that were not met, and by how many rollouts; the most frequent first."""
-        return Counter(name for each in self.group.rollouts for name in each.failed).most_common()
-
-    @property
-    def truncated(self) -> int:
-        return sum(each.truncated for each in self.group.rollouts)
-
-    @property
-    def missed(self) -> int:
-        return sum(each.missed for each in self.group.rollouts)
-
-    @property
-    def why(self) -> str:
-        return dropped(self.group)
+def failed(group: RolloutGroup) -> list[tuple[str, int]]:
+    """The criteria that were not met, and by how many rollouts; the most frequent first."""
+    return Counter(name for each in group.rollouts for name in each.failed).most_common()
 
 
 def dropped(group: RolloutGroup) -> str:
@@ -357,32 +270,31 @@ def by_reward(group: RolloutGroup) -> list[tuple[int, RolloutSummary]]:
 
 
 async def _directory_of(site: Site, name: str) -> Path:
-    directory = await site.read(partial(_directory, name, site))
-    if directory is None:
+    """The directory of a round. Raises HTTPException."""
+    if name == DEBUG:
+        return _debug(site)
+    found = await site.read(lambda conn: conn.execute(select(rounds.c.dir).where(rounds.c.name == name)).scalar())
+    if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    return directory
+    return Path(found)
 
 
 async def show(request: Request) -> Response:
     """One group, with one of its rollouts in full."""
     site, name, key = site_of(request), request.path_params["round"], request.path_params["group"]
-    numbers = {name: request.query_params.get(name, "") for name in ("rollout", "sample", "from")}
-    view = request.query_params.get("by", "logprob")
-    if view not in VIEWS or any(value and not is_number(value) for value in numbers.values()):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "There is no such part of the rollouts.")
+    place, number, begin = (position(request.query_params, each) for each in ("rollout", "sample", "from"))
     directory = await _directory_of(site, name)
     group, before, after = await asyncio.to_thread(_beside, directory, key)
     if group is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"{name} has no rollouts {key}.")
-    place = int(numbers["rollout"]) if numbers["rollout"] else by_reward(group)[0][0]
-    rollout = await asyncio.to_thread(_rollout, group, place)
-    if rollout is None:
+    place = by_reward(group)[0][0] if place is None else place
+    if not 0 < place <= len(group.rollouts):
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The group has no rollout {place}.")
+    rollout = await asyncio.to_thread(rollout_file.rollout_of, group, place - 1)
     samples = rollout["samples"]
-    number = int(numbers["sample"]) if numbers["sample"] else len(samples)
-    sample = samples[number - 1] if 0 < number <= len(samples) else None
-    start = _start(sample, numbers["from"]) if sample is not None else 0
-    task = await site.read(partial(_prompt, group.task_id))
+    number = len(samples) if number is None else number
+    sample = samples[number - 1] if 0 < number <= len(samples) else {"token_ids": [], "loss_mask": []}
+    start = _start(sample, begin)
     return site.page(
         "rollout_group.html",
         name=name,
@@ -390,28 +302,26 @@ async def show(request: Request) -> Response:
         group=group,
         why=dropped(group),
         ranked=by_reward(group),
-        before=key_of(before) if before is not None else None,
-        after=key_of(after) if after is not None else None,
+        before=before and key_of(before),
+        after=after and key_of(after),
         place=place,
         rollout=rollout,
-        task=task,
-        view=view,
-        views=VIEWS,
-        legend=LEGENDS[view],
+        task=await site.read(partial(_prompt, group.task_id)),
+        legend=LEGEND,
         number=number,
         samples=len(samples),
-        length=len(sample["token_ids"]) if sample is not None else 0,
-        trained=sum(sample["loss_mask"]) if sample is not None else 0,
+        length=len(sample["token_ids"]),
+        trained=sum(sample["loss_mask"]),
         start=start,
         page=TOKENS_PER_PAGE,
-        runs=token_runs(sample, rollout["advantage"], view, start) if sample is not None else (),
+        runs=token_runs(sample, start) if sample["token_ids"] else (),
     )
 
 
-def _start(sample: Mapping[str, Any], choice: str) -> int:
+def _start(sample: Mapping[str, Any], choice: int | None) -> int:
     """The first token that is shown: without a choice, one such that generated tokens are seen."""
-    if choice:
-        return min(int(choice), len(sample["token_ids"]))
+    if choice is not None:
+        return min(choice, len(sample["token_ids"]))
     first = next((place for place, mask in enumerate(sample["loss_mask"]) if mask), 0)
     return first // TOKENS_PER_PAGE * TOKENS_PER_PAGE
 
@@ -429,11 +339,6 @@ def _beside(directory: Path, key: str) -> tuple[RolloutGroup | None, RolloutGrou
     return (match, before, None) if match is not None else (None, None, None)
 
 
-def _rollout(group: RolloutGroup, place: int) -> dict[str, Any] | None:
-    """A rollout of a group by its place from 1."""
-    return rollout_file.rollout_of(group, place - 1) if 0 < place <= len(group.rollouts) else None
-
-
 def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:
     """What a task asks: `messages`, or only its question; None if the state does not have it."""
     line = conn.execute(select(tasks.c.payload).where(tasks.c.key == key)).scalar_one_or_none()
@@ -445,7 +350,7 @@ def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class TokenRun:
-    """Tokens that are shown as one piece. `said` is the probability of a single token in words, else empty."""
+    """A trained token with its probability in words, or the context between two."""
 
     kind: str
     text: str
@@ -453,45 +358,23 @@ class TokenRun:
     tokens: int = 1
 
 
-def token_runs(sample: Mapping[str, Any], advantage: float | None, view: str, start: int = 0) -> list[TokenRun]:
+def token_runs(sample: Mapping[str, Any], start: int = 0) -> list[TokenRun]:
     """A page of the tokens of a sample from the token `start`."""
-    pieces: list[TokenRun] = []
-    for run in _tokens(sample, advantage, view, start):
-        if pieces and not run.said and (pieces[-1].kind, pieces[-1].said) == (run.kind, ""):
-            pieces[-1].text += run.text
-            pieces[-1].tokens += 1
-        else:
-            pieces.append(run)
-    return pieces
-
-
-def _tokens(sample: Mapping[str, Any], advantage: float | None, view: str, start: int) -> Iterator[TokenRun]:
+    runs: list[TokenRun] = []
     shown = slice(start, start + TOKENS_PER_PAGE)
-    for token, mask, logprob, text in zip(
-        *(sample[name][shown] for name in ("token_ids", "loss_mask", "logprobs", "text")), strict=True
-    ):
+    columns = (sample[name][shown] for name in ("token_ids", "loss_mask", "logprobs", "text"))
+    for token, mask, logprob, text in zip(*columns, strict=True):
         words = f"<{token}>" if text is None else text
-        if not mask:
-            yield TokenRun(CONTEXT, words)
-            continue
-        # A line feed is a token to be seen, too. The line still ends there.
-        ends = "\n" if words.endswith("\n") else ""
-        words = words.replace("\n", "↵")
-        if view == "text":
-            yield TokenRun("t-plain", f"⟦{words}|{'null' if logprob is None else f'{logprob:.2f}'}⟧{ends}")
-        elif view == "mask":
-            yield TokenRun("t-trained", words + ends)
-        elif view == "advantage":
-            yield TokenRun(_of_advantage(advantage), words + ends)
-        elif logprob is None:
-            yield TokenRun("t-unknown", words + ends, "probability unknown")
+        if mask:
+            # A line feed is a token to be seen, too. The line still ends there.
+            words = words.replace("\n", "↵") + ("\n" if words.endswith("\n") else "")
+            kind, said = "t-unknown", "probability unknown"
+            if logprob is not None:
+                kind, said = f"t-p{probability_class(logprob)}", f"{math.exp(logprob):.1%}, logprob {logprob:.2f}"
+            runs.append(TokenRun(kind, words, said))
+        elif runs and runs[-1].kind == CONTEXT:
+            runs[-1].text += words
+            runs[-1].tokens += 1
         else:
-            yield TokenRun(
-                f"t-p{probability_class(logprob)}", words + ends, f"{math.exp(logprob):.1%}, logprob {logprob:.2f}"
-            )
-
-
-def _of_advantage(advantage: float | None) -> str:
-    if advantage is None:
-        return _NO_ADVANTAGE
-    return next(name for least, name, _ in _ADVANTAGES if advantage >= least)
+            runs.append(TokenRun(CONTEXT, words))
+    return runs

@@ -12,8 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlencode
+from typing import Any, Final, NamedTuple, Self
 
 import orjson
 from sqlalchemy import Connection, Row
@@ -32,10 +31,10 @@ from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.data.step_figures import times_of
-from flywheel.web import actions
-from flywheel.web.curves import Curves, MetricsTails, charts_of, figures_by_step, sparkline
+from flywheel.web import actions, lineage
+from flywheel.web.curves import Curves, charts_of, columns, curves_in, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence
-from flywheel.web.site import site_of
+from flywheel.web.site import position, site_of, tasks_with
 
 PER_PAGE: Final = 20
 SAMPLES_PER_PAGE: Final = 25
@@ -50,25 +49,24 @@ LOG_LINE_CHARACTERS: Final = 1_000
 ERROR_BYTES: Final = 1 << 16
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
-_tails: Final = MetricsTails()
-
 
 async def show_list(request: Request) -> Response:
     """The rounds, the newest first, a page of them."""
     site = site_of(request)
-    before = _number(request.query_params.get("before", ""))
-    found = await site.read(partial(_page, before))
-    rows = await asyncio.to_thread(lambda: [_with_files(each) for each in found.pop("facts")])
+    before, deployed = (position(request.query_params, name) for name in ("before", "deployments"))
+    found = await site.read(partial(_page, before, deployed))
+    rows = await asyncio.to_thread(lambda: [ListedRound.of(each) for each in found.pop("facts")])
     live = next((row for row in rows if row.is_live), None) if before is None else None
-    return site.page("rounds.html", rows=rows, live=live, before=before, later=later, **found)
+    return site.page("rounds.html", rows=rows, live=live, before=before, sparkline=sparkline, **found)
 
 
-def _page(before: int | None, conn: Connection) -> dict[str, Any]:
+def _page(before: int | None, deployed: int | None, conn: Connection) -> dict[str, Any]:
     found = round_list.listed(conn, PER_PAGE + 1, before)
     return {
         "facts": found[:PER_PAGE],
         "older": found[PER_PAGE - 1].id if len(found) > PER_PAGE else None,
         "waits": database.noted(conn, database.ROUND_NOTE),
+        **lineage.of_aliases(conn, deployed),
     }
 
 
@@ -80,13 +78,17 @@ class ListedRound:
     curves: Curves
     progress: RoundProgress | None
 
+    @classmethod
+    def of(cls, facts: RoundFacts) -> Self:
+        """A round with what its files say."""
+        directory = Path(facts.dir)
+        return cls(
+            facts, curves_in(directory), progress_of(directory) if facts.state == RoundState.TRAINING else None
+        )
+
     @property
     def is_live(self) -> bool:
         return self.facts.state in LIVE_ROUND
-
-    @property
-    def sparkline(self) -> str:
-        return sparkline(self.curves)
 
     @property
     def steps(self) -> int:
@@ -101,13 +103,8 @@ class ListedRound:
 
     @property
     def lasted(self) -> str:
-        return _lasted(self.facts.created_at, self.facts.finished_at)
-
-
-def _with_files(facts: RoundFacts) -> ListedRound:
-    directory = Path(facts.dir)
-    progress = progress_of(directory) if facts.state == RoundState.TRAINING else None
-    return ListedRound(facts, _tails.read(directory), progress)
+        first, last = _seconds(self.facts.created_at), _seconds(self.facts.finished_at)
+        return duration(last - first) if first is not None and last is not None and last >= first else ""
 
 
 async def overlay(request: Request) -> Response:
@@ -117,8 +114,8 @@ async def overlay(request: Request) -> Response:
     names = sorted(known, key=lambda name: known[name].id, reverse=True)
     if not names:
         return RedirectResponse("/rounds", HTTPStatus.SEE_OTHER)
-    others = urlencode([("with", name) for name in names[1:]])
-    return RedirectResponse(f"/rounds/{names[0]}{'?' + others if others else ''}#curves", HTTPStatus.SEE_OTHER)
+    address = tasks_with(f"/rounds/{names[0]}", **{"with": names[1:]})
+    return RedirectResponse(f"{address}#curves", HTTPStatus.SEE_OTHER)
 
 
 async def show(request: Request) -> Response:
@@ -126,35 +123,41 @@ async def show(request: Request) -> Response:
     site, name, query = site_of(request), request.path_params["round"], request.query_params
     split = Split.HELD_OUT if query.get("split") == Split.HELD_OUT.value else Split.TRAIN
     others = list(dict.fromkeys(each for each in query.getlist("with") if each != name))[:MOST_OVERLAID]
-    asked, after = query.get("asked", ""), _number(query.get("after", "")) or 0
-    found = await site.read(partial(_round, site.config, asked, name, others, split, after))
+    after = position(query, "after") or 0
+    found = await site.read(partial(_round, site.config, query.get("asked", ""), name, others, split, after))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    files = await asyncio.to_thread(_files, found["facts"])
-    own: ListedRound = files["own"]
-    history = timeline(found["history"], own.curves, own.facts)
+    own, *overlaid = await asyncio.to_thread(lambda: [ListedRound.of(each) for each in found.pop("facts")])
+    history = found.pop("history")
     end = len(own.curves.steps)
     first = 0 if query.get("steps") == "all" else max(0, end - STEPS_SHOWN)
     return site.page(
         "round.html",
+        own=own,
+        overlaid=overlaid,
+        **await asyncio.to_thread(_left, Path(own.facts.dir)),
         sentence=sentence(own.facts),
         later=later(own.facts),
         charts=charts_of(own.curves),
+        drawn={each.facts.name: figures_by_step(each.curves) for each in (own, *overlaid)},
         columns=columns(own.curves),
         places=range(end - 1, first - 1, -1),
-        timeline=history,
+        timeline=timeline(history, own.curves),
         times=times_of(own.curves.figures),
-        phases=phases(found["history"], own),
+        phases=phases(history, own),
         selected=RoundSelection.model_validate(own.facts.selection).sentences if own.facts.selection else (),
         split=split,
         held_out=Split.HELD_OUT,
-        address=partial(_address, name, others),
-        **{key: found[key] for key in _SHOWN},
-        **files,
+        after=after,
+        address=partial(tasks_with, f"/rounds/{name}", **{"with": others}),
+        **found,
     )
 
 
-_SHOWN: Final = ("older", "newer", "shares", "samples", "more", "choices", "after", "waiting", "asked")
+def _left(directory: Path) -> dict[str, Any]:
+    """What a worker has left in the round's directory, besides figures."""
+    log, error = log_end(directory / LOG_FILE), worker_error(directory / ERROR_FILE)
+    return {"log": log, "error": error, "is_there": directory.is_dir()}
 
 
 def _round(
@@ -166,156 +169,69 @@ def _round(
     own = facts[name]
     rows = round_list.samples(conn, own.id, split, after, SAMPLES_PER_PAGE + 1)
     older, newer = round_list.beside(conn, own.id)
+    shares = round_list.shares(conn, own.id)
+    # Without samples to train on, the round has only compared another trainer's adapter with its parent.
+    trains = not shares or any(each.split == Split.TRAIN for each in shares)
     choices = [each for each in round_list.newest_names(conn, CHOICES + 1) if each != name][:CHOICES]
     return {
         "facts": [facts[each] for each in (name, *others) if each in facts],
         "history": round_list.history(conn, own),
-        "shares": round_list.shares(conn, own.id),
+        "shares": shares,
+        "trains": trains,
         "samples": rows[:SAMPLES_PER_PAGE],
         "more": rows[SAMPLES_PER_PAGE - 1].id if len(rows) > SAMPLES_PER_PAGE else None,
-        "after": after,
         "older": older,
         "newer": newer,
         "waiting": told(conn, config, own),
         "asked": actions.asked(conn, asked),
         "choices": [*choices, *(each for each in others if each in facts and each not in choices)],
+        **lineage.of_round(conn, own, trains=trains),
     }
 
 
-def _files(facts: Sequence[RoundFacts]) -> dict[str, Any]:
-    """What the files of the rounds say; the first is that of the page."""
-    shown = [_with_files(each) for each in facts]
-    directory = Path(facts[0].dir)
-    return {
-        "own": shown[0],
-        "overlaid": shown[1:],
-        "log": log_end(directory / LOG_FILE),
-        "error": worker_error(directory / ERROR_FILE),
-        "is_there": directory.is_dir(),
-    }
-
-
-async def show_curves(request: Request) -> Response:
-    """The figures of a round by step, for the script that draws them: those of `file` from place `begin` on, or all
-    if the round has another file by now."""
-    site, name = site_of(request), request.path_params["round"]
-    found = (await site.read(round_list.facts, [name])).get(name)
-    if found is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
-    read = await asyncio.to_thread(_tails.read, Path(found.dir))
-    begin = _number(request.query_params.get("begin", "")) or 0
-    if request.query_params.get("file") != read.file or begin > len(read.steps):
-        begin = 0
-    return Response(orjson.dumps(figures_by_step(name, read, begin)), media_type="application/json")
-
-
-def _number(given: str) -> int | None:
-    if not given:
-        return None
-    if not (given.isascii() and given.isdigit() and len(given) < 16):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the page: {given[:40]}.")
-    return int(given)
-
-
-def _address(name: str, others: Sequence[str], **changes: object) -> str:
-    """The address of the round with the same overlay."""
-    query = urlencode([*(("with", each) for each in others), *((key, each) for key, each in changes.items() if each)])
-    return f"/rounds/{name}{'?' + query if query else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the table of steps."""
-
-    title: str
-    figure: str
-    unit: str = ""
-
-
-_COLUMNS: Final = (
-    Column("Reward", "reward_mean"),
-    Column("Deviation", "reward_std"),
-    Column("With spread", "spread_share", "share"),
-    Column("Loss", "loss"),
-    Column("Gradient norm", "grad_norm"),
-    Column("Entropy", "entropy", "nats"),
-    Column("KL", "kl", "nats"),
-    Column("Gap", "logprob_gap", "nats"),
-    Column("Length", "completion_tokens_mean", "tokens"),
-    Column("Truncated", "truncated_share", "share"),
-    Column("Generate", "seconds.generate", "s"),
-    Column("Grade", "seconds.grade", "s"),
-    Column("Sync", "seconds.sync", "s"),
-    Column("Train", "seconds.train", "s"),
-    Column("Hits", "tools.hit_rate", "share"),
-    Column("Misses", "tools.miss_share", "share"),
-    Column("Rollouts", "rollouts"),
-    Column("Tokens a second", "tokens_per_second"),
-)
-
-
-def columns(found: Curves) -> list[Column]:
-    """The columns for which the round has figures."""
-    return [column for column in _COLUMNS if column.figure in found.figures]
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """An entry of a round's timeline."""
 
     at: str
     what: str
     state: str
-    detail: str
+    detail: str = ""
 
 
-def timeline(history: Sequence[Row[Any]], found: Curves, facts: RoundFacts) -> list[Moment]:
+def timeline(history: Sequence[Row[Any]], found: Curves) -> list[Moment]:
     """What happened to the round, its adapter and its deployments, and the phases of its last worker, in order."""
-    entries = [
-        Moment(row.at, {"rounds": "round", "adapters": "adapter"}.get(row.kind, "deployment"), row.new, row.detail)
-        for row in history
-    ]
-    entries += [Moment(phase.at, "worker", phase.name, "") for phase in found.phases]
+    kinds = {"rounds": "round", "adapters": "adapter"}
+    entries = [Moment(row.at, kinds.get(row.kind, "deployment"), row.new, row.detail) for row in history]
+    entries += [Moment(at, "worker", phase) for phase, at in found.phases]
     return sorted(entries, key=lambda entry: _seconds(entry.at) or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseBar:
+class PhaseBar(NamedTuple):
     """How long a phase took; `x` and `width` in hundredths of the round's time."""
 
     name: str
-    seconds: float
+    lasted: str
     x: float
     width: float
-    is_running: bool = False
-
-    @property
-    def lasted(self) -> str:
-        return duration(self.seconds)
 
 
 def phases(history: Sequence[Row[Any]], own: ListedRound) -> list[PhaseBar]:
     """The phases of the round's last worker, and what followed until the round ended, or its candidate waited."""
-    marks = [(phase.name, _seconds(phase.at)) for phase in own.curves.phases]
-    if not marks:
+    if not own.curves.phases:
         return []
-    ends = [row.at for row in history if row.kind == "rounds" and row.new == RoundState.EVALUATING]
-    if ends:
-        marks.append(("decision and swap", _seconds(ends[-1])))
-    # A candidate may wait for days.
-    passed = next((row.at for row in history if row.kind == "rounds" and row.new == RoundState.PASSED), None)
-    last = passed or own.facts.finished_at or (own.progress.updated_at if own.progress is not None else "") or ""
-    marks.append(("", _seconds(last)))
+    # The last change to each state. A candidate may wait for days.
+    states = {row.new: row.at for row in history if row.kind == "rounds"}
+    decided = [("decision and swap", states[RoundState.EVALUATING])] if RoundState.EVALUATING in states else []
+    now = own.progress.updated_at if own.progress is not None else ""
+    end = states.get(RoundState.PASSED) or own.facts.finished_at or now
+    marks = [(name, _seconds(at)) for name, at in (*own.curves.phases, *decided, ("", end))]
     known = [(name, at) for name, at in marks if at is not None]
-    whole = known[-1][1] - known[0][1]
-    if whole <= 0:
-        return []
-    bars = []
-    for (name, begin), (_, end) in pairwise(known):
-        if end >= begin and name:
-            x = 100 * (begin - known[0][1]) / whole
-            bars.append(PhaseBar(name, end - begin, round(x, 2), round(100 * (end - begin) / whole, 2)))
-    return bars
+    begin, part = known[0][1], (known[-1][1] - known[0][1]) / 100
+    return [
+        PhaseBar(name, duration(last - first), round((first - begin) / part, 2), round((last - first) / part, 2))
+        for (name, first), (_, last) in pairwise(known)
+        if last >= first and name and part > 0
+    ]
 
 
 def _seconds(at: str | None) -> float | None:
@@ -325,13 +241,7 @@ def _seconds(at: str | None) -> float | None:
         return None
 
 
-def _lasted(begin: str, end: str | None) -> str:
-    first, last = _seconds(begin), _seconds(end)
-    return duration(last - first) if first is not None and last is not None and last >= first else ""
-
-
-@dataclass(frozen=True, slots=True)
-class LogEnd:
+class LogEnd(NamedTuple):
     """The last lines of a log, without colours and known secrets."""
 
     lines: list[str]
@@ -349,19 +259,14 @@ def log_end(path: Path) -> LogEnd | None:
         return None
     # Before lines are cut: part of a key would not be recognised as a secret.
     text = redact_secrets(_COLOURS.sub("", found.decode(errors="replace")))
-    lines = [
-        line.rpartition("\r")[2] if line.rstrip("\r") == line else line.rstrip("\r") for line in text.split("\n")
-    ]
-    if lines and not lines[-1]:
-        lines.pop()
-    if size > LOG_BYTES:
-        del lines[:1]
-    cut = [line if len(line) <= LOG_LINE_CHARACTERS else f"{line[:LOG_LINE_CHARACTERS]}…" for line in lines]
-    return LogEnd(cut[-LOG_LINES:], size <= LOG_BYTES and len(cut) <= LOG_LINES)
+    # Of a line that was written again and again, as bars of progress are, the last state.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
+    whole = size <= LOG_BYTES and len(lines) <= LOG_LINES
+    cut = [f"{line[:LOG_LINE_CHARACTERS]}…" if len(line) > LOG_LINE_CHARACTERS else line for line in lines]
+    return LogEnd(cut[int(size > LOG_BYTES) :][-LOG_LINES:] if text else [], whole)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerError:
+class WorkerError(NamedTuple):
     """Why a worker ended without a result."""
 
     error: str

@@ -55,7 +55,7 @@ def application(
     app.state.site = site
     app.state.overview = Figures(site, overview.overview)
     app.state.counts = Figures(site, lambda conn, config: task_counts(conn, config.takes.train))
-    app.state.exports = tasks.Exports()
+    app.state.sending, app.state.reading = asyncio.Semaphore(tasks.EXPORTS), asyncio.Lock()
     pages = Guard(app, site, names, token, is_read_only=is_read_only)
     pages.figures = (app.state.counts, app.state.overview)
     return pages
@@ -93,15 +93,14 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/rounds", rounds.show_list),
     Route("/rounds/overlay", rounds.overlay),
     Route("/rounds/{round}", rounds.show),
-    Route("/rounds/{round}/curves", rounds.show_curves),
     Route("/rounds/{round}/{verb}", actions.decide_round, methods=["POST"]),
-    Route("/rollouts", rollouts.show_newest),
+    Route("/rollouts", rollouts.show_list),
     Route("/rollouts/{round}", rollouts.show_list),
     Route("/rollouts/{round}/{group}", rollouts.show),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task:path}", gate.show_pair),
-    Route("/lineage", lineage.show),
+    Route("/lineage", lineage.find),
     Route("/deployments/{number}", lineage.show_deployment),
     Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
 )

@@ -41,7 +41,6 @@ PAGES: Final = (
     ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),
-    ("/lineage", "Lineage"),
     ("/dead-letters", "Dead letters"),
 )
 """What the navigation links to."""
@@ -160,8 +159,10 @@ def quoted(value: object) -> str:
 
 
 def tasks_with(path: str = "/tasks", **values: object) -> str:
-    """The address of the list of tasks, or of its export, with these values; empty ones are left out."""
-    query = urlencode({name: value for name, value in values.items() if value})
+    """The address of the list of tasks, or of another page, with these values; empty ones are left out. A list is
+    given as several values."""
+    several = {name: value if isinstance(value, list) else [value] for name, value in values.items() if value}
+    query = urlencode([(name, each) for name, value in several.items() for each in value])
     return f"{path}?{query}" if query else path
 
 

@@ -19,12 +19,13 @@ from starlette.types import Receive, Scope, Send
 from flywheel.records.exclusion import TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks, verdicts
-from flywheel.store.views import acceptance, lineage, task_list
+from flywheel.store.views import acceptance, task_list
+from flywheel.store.views.lineage import task_story
 from flywheel.store.views.task_counts import FILTERS, TaskCounts
 from flywheel.system.server_limits import RETRY_SECONDS
-from flywheel.web import actions, criteria, labels
+from flywheel.web import actions, criteria, labels, lineage
 from flywheel.web.figures import Figures
-from flywheel.web.site import site_of, tasks_with
+from flywheel.web.site import position, site_of, tasks_with
 
 PER_PAGE: Final = 50
 OTHERS: Final = ("lowest", "highest", "text", "order", "after")
@@ -35,7 +36,7 @@ SEARCH_SECONDS: Final = 0.05
 EXPORTED_AT_ONCE: Final = 50
 """Tasks of an export that are read at a time: each may have megabytes."""
 EXPORTS: Final = 8
-"""Exports that are sent at a time."""
+"""Exports that are sent at a time; they read the state in turn."""
 VALUES: Final = 200
 """Values of a filter that are offered."""
 
@@ -116,13 +117,14 @@ def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, Pl
 async def export(request: Request) -> Response:
     """All tasks of a selection as JSON lines, each as `flywheel show --json` prints it, in its order."""
     site = site_of(request)
-    exports: Exports = request.app.state.exports
+    sending: asyncio.Semaphore = request.app.state.sending
+    reading: asyncio.Lock = request.app.state.reading
     _, conditions, (order, after) = _selected(request)
 
     async def lines() -> AsyncIterator[bytes]:
         at = after
         while True:
-            async with exports.reading:
+            async with reading:
                 found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at, order=order)
                 part = b"".join(
                     orjson.dumps(task_list.detail(row), option=orjson.OPT_APPEND_NEWLINE) for row in found
@@ -132,34 +134,23 @@ async def export(request: Request) -> Response:
             if at is None:
                 return
 
-    if exports.running >= EXPORTS:
+    if sending.locked():
         why = f"{EXPORTS} exports are being sent already: try again when one has ended."
         raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, why, {"Retry-After": str(RETRY_SECONDS)})
-    return _Export(exports, lines())
-
-
-class Exports:
-    """How many exports are sent now; they read the state in turn."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.reading = asyncio.Lock()
+    headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
+    return _Export(sending, lines(), media_type="application/jsonl", headers=headers)
 
 
 class _Export(StreamingResponse):
     """An export, which counts while it is sent."""
 
-    def __init__(self, exports: Exports, lines: AsyncIterator[bytes]) -> None:
-        self._exports = exports
-        exports.running += 1
-        headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
-        super().__init__(lines, media_type="application/jsonl", headers=headers)
+    def __init__(self, sending: asyncio.Semaphore, lines: AsyncIterator[bytes], **more: Any) -> None:
+        self._sending = sending
+        super().__init__(lines, **more)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        async with self._sending:
             await super().__call__(scope, receive, send)
-        finally:
-            self._exports.running -= 1
 
 
 async def show(request: Request) -> Response:
@@ -167,36 +158,33 @@ async def show(request: Request) -> Response:
     site, key = site_of(request), request.path_params["key"]
     asked = request.query_params.get("asked", "")
     person = (labels.place_of(request), actions.who(request))
-    found = await site.read(partial(_task, key, site.config.takes, person, asked))
+    after = position(request.query_params, "replies") or 0
+    found = await site.read(partial(_task, key, site.config.takes, person, asked, after))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no task {key}.")
     return site.page("task.html", **found)
 
 
 def _task(
-    key: str, takes: TaskScopes, person: tuple[labels.Place, str], asked: str, conn: Connection
+    key: str, takes: TaskScopes, person: tuple[labels.Place, str], asked: str, after: int, conn: Connection
 ) -> dict[str, Any] | None:
     rows = task_list.listed(conn, [tasks.c.key == key], 1)
     if not rows:
         return None
     number = rows[0].id
-    beside = {
-        name: conn.execute(
-            select(tasks.c.key).where(condition).order_by(tasks.c.id.asc() if name == "newer" else tasks.c.id.desc())
-            .limit(1)
-        ).scalar_one_or_none()
-        for name, condition in (("newer", tasks.c.id > number), ("older", tasks.c.id < number))
-    }  # fmt: skip
+    keys = select(tasks.c.key).limit(1)
     task = task_list.detail(rows[0])
     return {
         "task": task,
         "reason": _own_reason(task["verdict"] or {}),
-        "story": lineage.task_story(conn, number, takes),
+        "story": task_story(conn, number, takes),
         "judgements": _judgements(conn, number),
         "panel": labels.panel(conn, number, *person),
         "asked": actions.asked(conn, asked),
         "like": rows[0].like if rows[0].like != key else None,
-        **beside,
+        "newer": conn.execute(keys.where(tasks.c.id > number).order_by(tasks.c.id)).scalar(),
+        "older": conn.execute(keys.where(tasks.c.id < number).order_by(tasks.c.id.desc())).scalar(),
+        **lineage.of_task(conn, task, after),
     }
 
 

@@ -29,7 +29,7 @@ from tests.waiting import wait_for
 
 WAIT_SECONDS = 300
 DEMO = [sys.executable, "-m", "flywheel", "demo"]
-PAGES = ("", "tasks", "rounds", "rounds/r0001", "rollouts/r0001", "gate", "gate/r0001", "lineage")
+PAGES = ("", "tasks", "rounds", "rounds/r0001", "rollouts/r0001", "gate", "gate/r0001")
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
 
 def test_the_list_says_of_each_round_what_was_decided(filled: tuple[Config, list[str]]) -> None:
     page = client(filled[0]).get("/gate").text
-    assert page.index("r0003 was refused before its test") < page.index("r0002 is better in total")
-    assert page.index("although the gate had rejected it") < page.index("r0001 was promoted")
+    assert page.index("r0003 was refused before its test") < page.index("r0002 was tested against r0001 and rejected")
+    assert page.index("although the gate had not promoted it") < page.index("r0001 was promoted")
     assert "level 0.0006, spent on 8 conversations" in page
     assert "level 0.00027, not spent" in page
     assert "No round starts now, because its test would detect too little" in page
@@ -73,7 +73,7 @@ def test_a_part_of_the_list(filled: tuple[Config, list[str]], monkeypatch: pytes
 
 def test_a_decision_with_its_evidence(filled: tuple[Config, list[str]]) -> None:
     page = client(filled[0]).get("/gate/r0002").text
-    assert "safe (-0.020, -0.060 to +0.020) is not shown to lose less than its margin of 0.05" in page
+    assert "not shown to be no worse in safe (-0.020, -0.060 to +0.020): the lower bound is not above -0.05" in page
     assert "not above -0.05" in page
     assert "safe loses less than 0.05" in page
     assert page.count('<circle class="candidate"') == 8
@@ -108,16 +108,6 @@ def test_the_answers_of_both_sides_about_a_task(filled: tuple[Config, list[str]]
     assert "Score 0.50 → 0.25" in page
     assert http.get("/gate/r0002/t-none").status_code == 404
     assert http.get("/gate/r0009/t-none").status_code == 404
-
-
-def test_hostile_texts_are_text(filled: tuple[Config, list[str]]) -> None:
-    config, keys = filled
-    http = client(config)
-    for address in ("/gate", "/gate/r0002", f"/gate/r0002/{keys[0]}"):
-        page = http.get(address).text
-        assert "<script>doc" not in page
-        assert "\u202e" not in page
-    assert "U+202E" in page
 
 
 def test_a_round_whose_answers_were_removed_keeps_its_evidence(filled: tuple[Config, list[str]]) -> None:

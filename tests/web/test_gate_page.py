@@ -50,7 +50,7 @@ def test_the_decisions_of_a_real_run(check: Check, address: str) -> None:
     assert page.locator("tbody tr").count() == 3
     page.get_by_role("link", name="r0002", exact=True).click()
     page = check(page.url)
-    assert "r0002 was promoted: on 26 held-out tasks it scored 0.894 and r0001 0.519" in page.inner_text("main")
+    assert "r0002 was promoted over r0001: better: gain +0.375" in page.inner_text("main")
     assert page.locator(".dots a").count() == 26
     assert page.locator(".pair-of").count() == 3
     page.locator(".pair-of a").first.click()
@@ -59,17 +59,18 @@ def test_the_decisions_of_a_real_run(check: Check, address: str) -> None:
 
 
 def test_the_lineage_of_a_real_run_leads_both_ways(check: Check, address: str) -> None:
-    page = check(f"{address}/lineage")
+    page = check(f"{address}/tasks")
     page.get_by_label("Adapter, round, task").fill("demo-agent@r0002")
     page.keyboard.press("Enter")
-    page.wait_for_url("**/lineage?id=*")
+    page.wait_for_url("**/rounds/r0002#lineage")
     page = check(page.url)
-    assert "67 samples, the oldest first" in page.inner_text("main")
-    page.locator("#conversations tbody a").first.click()
+    assert page.locator("#lineage tbody tr").first.inner_text() == "r0002\t67"
+    page.locator("#selection ol a").first.click()
+    page.wait_for_url("**/tasks/*")
     page = check(page.url)
-    adapters = page.get_by_role("region", name="Adapters that were trained on it")
-    assert "r0002\ndemo-agent" in adapters.inner_text()
-    adapters.get_by_role("link", name="demo-agent").last.click()
+    became = page.get_by_role("region", name="What became of its conversation")
+    assert "r0002\ndemo-agent" in became.inner_text()
+    became.get_by_role("link", name="demo-agent").last.click()
     page = check(page.url)
     assert "✓ verified by the log-probabilities of 16 tokens" in page.inner_text("main")
 
@@ -79,7 +80,7 @@ def test_hostile_texts_are_inert(visitor: Visitor, hostile: tuple[str, list[str]
     page = visitor.open(f"{address}/gate", width=NARROW)
     # A round that was rejected, an answer, a round that failed, a deployment that failed.
     accessible = ("/gate/r0001", f"/gate/r0001/{keys[0]}", "/gate/r0002", "/deployments/1")
-    for path in ("/gate", *accessible, "/lineage", "/lineage?id=r0002", f"/lineage?id={keys[0]}", "/deployments/2"):
+    for path in ("/gate", *accessible, "/rounds", "/rounds/r0002", f"/tasks/{keys[0]}", "/deployments/2"):
         page.goto(f"{address}{path}")
         (visitor.check_accessibility if path in accessible else visitor.check)(page)
         assert page.locator("main script, main img, main iframe").count() == 0

@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.config.training import GateSettings
 from flywheel.records.states import RoundState
-from flywheel.store.deployments import ROLLBACK
+from flywheel.store.deployments import BY_HAND, ROLLBACK
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import round_list
 from flywheel.store.views.round_list import RoundFacts
@@ -26,97 +26,83 @@ from tests.factories.round import (
     suite,
 )
 
-GAIN = "(99.5 % interval"
+SURE = "99.5 % interval"
 CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "promoted": (
         RoundState.PROMOTED,
         {"seen": comparison(), "parent": "r0000"},
-        "r0001 was promoted: on 20 held-out tasks it scored 0.700 and r0000 0.500, and the lower bound of the gain"
-        " +0.200 is +0.100, above 0.",
+        f"r0001 was promoted over r0000: better: gain +0.200, {SURE} +0.100 to +0.300; candidate 0.700, deployed"
+        " 0.500, on 20 held-out tasks.",
     ),
     "promoted within margins": (
         RoundState.PROMOTED,
         {"seen": comparison(), "gate": GUARDED},
-        "is +0.100, above 0; safe lost less than the margin.",
+        "r0001 was promoted over the base model: better: gain +0.200",
     ),
     "rolled back before it was recorded": (
         RoundState.PROMOTED,
         {"seen": comparison(), "tail": "; rolled back since"},
-        "above 0; it has been rolled back since.",
+        "held-out tasks; rolled back since.",
     ),
     "too few tasks": (
         RoundState.REJECTED,
         {"seen": comparison(tasks=7)},
-        "r0001 was rejected for too little evidence: 7 held-out tasks were decided, and gate.min_tasks is 8.",
+        "r0001 was tested against the base model and rejected: not enough evidence: fewer than 8 held-out tasks"
+        " decided (gain +0.200",
     ),
     "not enough evidence": (
         RoundState.REJECTED,
         {"seen": comparison(0.05)},
-        f"r0001 was rejected for too little evidence: the gain is +0.050 {GAIN} -0.050 to +0.150) compared with the"
-        " base model, and the lower bound is not above 0, so the difference can be chance.",
+        f"not shown to be better: the lower bound is not above 0 (gain +0.050, {SURE} -0.050 to +0.150;",
     ),
-    "no better": (
-        RoundState.REJECTED,
-        {"seen": comparison(-0.05)},
-        f"r0001 was rejected because it scored no better than the base model: the gain is -0.050 {GAIN} -0.150 to"
-        " +0.050).",
-    ),
-    "worse": (
-        RoundState.REJECTED,
-        {"seen": comparison(-0.2)},
-        f"r0001 was rejected because it is worse than the base model: the gain is -0.200 {GAIN} -0.300 to -0.100),"
-        " all of it below 0.",
-    ),
+    "no better": (RoundState.REJECTED, {"seen": comparison(-0.05)}, f"(gain -0.050, {SURE} -0.150 to +0.050;"),
+    "worse": (RoundState.REJECTED, {"seen": comparison(-0.2)}, f"(gain -0.200, {SURE} -0.300 to -0.100;"),
     "better, by less than is needed": (
         RoundState.REJECTED,
         {"seen": comparison(), "gate": GateSettings(min_gain=0.1)},
-        f"its gain is not shown to be above gate.min_gain, 0.1: it is better than the base model, and the gain is"
-        f" +0.200 {GAIN} +0.100 to +0.300).",
+        f"the lower bound is not above 0.1 (gain +0.200, {SURE} +0.100 to +0.300;",
     ),
     "vetoed by a margin": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[criterion("safe", -0.02)]), "gate": GUARDED},
-        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: safe (-0.020,"
-        " -0.060 to +0.020) is not shown to lose less than its margin of 0.05.",
+        "r0001 was tested against the base model and rejected: not shown to be no worse in safe (-0.020, -0.060 to"
+        " +0.020): the lower bound is not above -0.05 (gain +0.200",
     ),
     "vetoed, as little was seen of a criterion": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[criterion("safe", tasks=3)]), "gate": GUARDED},
-        "but was rejected: safe was evaluated on 3 tasks, too few to show that it loses less than its margin of 0.05"
-        " (gate.min_tasks is 8).",
+        "rejected: not enough evidence on safe: it was looked at on 3 held-out tasks, fewer than 8",
     ),
     "vetoed, as a criterion was never evaluated": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[]), "gate": GUARDED},
-        "safe was evaluated on 0 tasks",
+        "it was looked at on 0 held-out tasks",
     ),
     "promoted with a suite": (
         RoundState.PROMOTED,
         {"seen": comparison(suites=[suite("math")]), "gate": KEEPING},
-        "is +0.100, above 0; suite math lost less than the margin.",
+        "r0001 was promoted over the base model: better: gain +0.200",
     ),
     "vetoed by a suite": (
         RoundState.REJECTED,
         {"seen": comparison(suites=[suite("math", -0.2)]), "gate": KEEPING},
-        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: on the suite"
-        " math (-0.200, -0.240 to -0.160) it may lose more than its margin of 0.05.",
+        "rejected: suite math lost: gain -0.200, -0.240 to -0.160: the lower bound is not above -0.05",
     ),
     "vetoed, as too little of a suite was decided": (
         RoundState.REJECTED,
         {"seen": comparison(suites=[suite("math", tasks=1)]), "gate": KEEPING},
-        "but was rejected: of the suite math, 1 task decided are too few to show that it loses less than its margin"
-        " of 0.05 (gate.min_tasks is 8).",
+        "rejected: not enough evidence on suite math: fewer than 8 tasks decided (1, 0 more undecided)",
     ),
     "vetoed, as a suite was never asked": (
         RoundState.REJECTED,
         {"seen": comparison(), "gate": KEEPING},
-        "of the suite math, 0 tasks decided are too few",
+        "fewer than 8 tasks decided (0, 0 more undecided)",
     ),
     "vetoed by a tripwire": (
         RoundState.REJECTED,
         {"seen": comparison(tripwires=[criterion("cut", -0.2)])},
-        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: more answers"
-        " are cut: not cut 0.800 before and 0.600 now, gain -0.200, -0.240 to -0.160, all of it below -0.05.",
+        "r0001 was tested against the base model and rejected: more answers are cut: not cut 0.800 before and 0.600"
+        " now, gain -0.200, -0.240 to -0.160, all of it below -0.05",
     ),
     "refused": (
         RoundState.REJECTED,
@@ -131,42 +117,46 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "failed after its test": (
         RoundState.FAILED,
         {"seen": comparison(), "decided": False, "reason": "the files in /a have changed"},
-        "r0001 failed after its test: the files in /a have changed.",
+        "r0001 failed after its test against the base model: the files in /a have changed.",
     ),
     "better, but another adapter serves": (
         RoundState.FAILED,
         {"seen": comparison(), "tail": "; but it was compared with r0000, and r0003 serves now"},
-        "r0001 was better and was not promoted: it was compared with r0000, and r0003 serves now.",
+        "held-out tasks; but it was compared with r0000, and r0003 serves now.",
     ),
     "better, but not deployed": (
         RoundState.FAILED,
         {"seen": comparison(), "reason": "better ({reason}), but not deployed: cannot load it: no room."},
-        "r0001 was better and was not promoted: it could not be deployed: cannot load it: no room.",
+        "but not deployed: cannot load it: no room.",
     ),
     "better, but refused": (
         RoundState.REJECTED,
         {"seen": comparison(), "tail": "; but alice refused it"},
-        "r0001 was better and was rejected: alice refused it.",
+        "held-out tasks; but alice refused it.",
     ),
     "better, but nobody decided": (
         RoundState.REJECTED,
         {"seen": comparison(), "tail": "; but nobody deployed it within 7 days (deploy.approval_days)"},
-        "r0001 was better and was rejected: nobody deployed it within 7 days (deploy.approval_days).",
+        "held-out tasks; but nobody deployed it within 7 days (deploy.approval_days).",
     ),
     "waiting": (
         RoundState.PASSED,
         {"seen": comparison()},
-        "r0001 is better and waits to be deployed: on 20 held-out tasks it scored 0.700 and the base model 0.500,",
+        "r0001 passed its test against the base model and waits to be deployed: better: gain +0.200",
     ),
     "planned": (RoundState.PLANNED, {}, "r0001 has not begun."),
     "training": (RoundState.TRAINING, {}, "r0001 is in training and has not been compared yet."),
-    "abandoned": (RoundState.ABANDONED, {}, "The worker of r0001 died; it has not been compared yet."),
+    "abandoned": (RoundState.ABANDONED, {}, "r0001 has lost its worker and has not been compared yet."),
     "evaluating": (
         RoundState.EVALUATING,
         {"seen": comparison(), "decided": False},
         "r0001 has ended its training and has not been decided about yet.",
     ),
-    "being deployed": (RoundState.EVALUATING, {"seen": comparison()}, "r0001 is better and is being deployed: on 20"),
+    "being deployed": (
+        RoundState.EVALUATING,
+        {"seen": comparison()},
+        "r0001 passed its test against the base model and is being deployed: better: gain +0.200",
+    ),
 }
 
 
@@ -211,19 +201,20 @@ async def test_what_followed_a_decision(tmp_path: Path) -> None:
         assert later(found) == ""
         forced = await after(("by hand", AT))
         assert forced == (
-            "It was deployed by hand at 2026-11-22 10:00, although the gate had rejected it, and served until"
+            "It served as agent from 2026-11-22 10:00 (deployed by hand, although the gate had not promoted it) to"
             " 2026-11-22 10:00."
         )
         again = await after((ROLLBACK, None))
-        assert again.endswith("and serves as agent since 2026-11-22 10:00.")
+        assert again.endswith("promoted it; last deployed by a rollback at 2026-11-22 10:00) and still does.")
     finally:
         await store.close()
     store, found = await outcome_of(tmp_path / "2", RoundState.PROMOTED, seen=comparison())
     try:
-        assert await after(("r0001: better", AT)) == ("It served as agent from 2026-11-22 10:00 to 2026-11-22 10:00.")
+        assert await after(("r0001: better", AT)) == "It served as agent from 2026-11-22 10:00 to 2026-11-22 10:00."
         assert await after((ROLLBACK, None)) == (
-            "It served as agent from 2026-11-22 10:00, was last deployed by a rollback, and serves as agent since"
-            " 2026-11-22 10:00."
+            "It served as agent from 2026-11-22 10:00 (last deployed by a rollback at 2026-11-22 10:00) and still"
+            " does."
         )
+        assert "last deployed by hand" in (again := await after((BY_HAND, AT))) and "although" not in again
     finally:
         await store.close()

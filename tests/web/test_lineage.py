@@ -1,7 +1,8 @@
-"""The Lineage page: adapters, deployments with their swaps, and both directions from an id."""
+"""Lineage on the pages of rounds and tasks in both directions, the page that an id leads to, and deployments."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from sqlalchemy import Connection, insert, select
 from starlette.testclient import TestClient
 
 from flywheel.config.file import Config
-from flywheel.records.states import DeploymentState, RoundState, Split
+from flywheel.records.states import DeploymentState, RoundState, SkipReason, Split
+from flywheel.store import ledger
 from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
 from tests.factories.round import AT, comparison, put_deployment, put_tested_round
-from tests.factories.trace import put_replies, replies_on
+from tests.factories.state import write_state
+from tests.factories.trace import batch, put_replies, record, replies_on, reply
 from tests.factories.web import client
 from tests.web.recorded_state import HOSTILE, config_of
 
@@ -51,58 +54,86 @@ def http(config: Config) -> TestClient:
     return client(config)
 
 
-def test_what_serves_and_all_adapters_and_deployments(http: TestClient) -> None:
-    page = http.get("/lineage").text
-    serving = page[page.index('id="serving"') : page.index('id="adapters"')]
+def test_what_serves_and_the_deployments_of_the_base_model(http: TestClient) -> None:
+    page = http.get("/rounds").text
+    serving = page[page.index('id="serving"') : page.index('id="overlay"')]
     assert serving.index("agent") < serving.index("r0002") < serving.index("r0001") < serving.index("base model")
-    assert "60 samples" in page
-    assert "2 samples" in page
-    assert page.count('href="/deployments/') == 6
-
-
-def test_lists_come_in_parts(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.web.lineage.ADAPTERS", 1)
-    monkeypatch.setattr("flywheel.web.lineage.DEPLOYMENTS", 2)
-    page = http.get("/lineage").text
-    assert 'href="/lineage?adapters=2#adapters"' in page
-    assert 'href="/lineage?deployments=2#deployments"' in page
-    older = http.get("/lineage?adapters=2&deployments=2").text
-    assert "60 samples" in older
-    assert 'href="/deployments/1"' in older
+    table = page[page.index('id="deployments"') :]
+    assert table.count('href="/deployments/') == 1 and 'href="/deployments/3"' in table
     for wrong in ("x", "9" * 30, "-1"):
-        assert http.get(f"/lineage?adapters={wrong}").status_code == 400
+        assert http.get(f"/rounds?deployments={wrong}").status_code == 400
+
+
+def lineage_of(page: str) -> str:
+    return page[page.index('id="lineage"') :]
 
 
 def test_from_an_adapter_to_its_conversations(http: TestClient) -> None:
-    page = http.get("/lineage?id=agent@r0001").text
-    assert "60 samples, the oldest first" in page
-    assert page.count('href="/lineage?id=conversation-') == 50
-    assert "r0002" in page[page.index("Trained from it") :], "the younger adapter"
-    rest = http.get(page.partition('rel="next"')[0].rpartition('href="')[2].partition("#")[0].replace("&amp;", "&"))
-    assert rest.text.count('href="/lineage?id=conversation-') == 10
+    page = http.get("/rounds/r0001").text
+    lineage = lineage_of(page)
+    assert lineage.index("60") < lineage.index("Trained from it") < lineage.index("r0002"), "the younger adapter"
+    assert 'href="/deployments/1"' in lineage
+    conversation = replies_on(Split.TRAIN, 1)[0].conversation_id
+    assert conversation in page[page.index('id="selection"') : page.index('id="lineage"')]
+    first = lineage_of(http.get("/rounds/r0002").text)
+    assert first.index("2</td>") < first.index("60</td>") < first.index("the base model")
 
 
 def test_from_a_conversation_to_adapters_and_the_alias(http: TestClient) -> None:
-    conversation = replies_on(Split.TRAIN, 1)[0].conversation_id
-    page = http.get("/lineage", params={"id": conversation}).text
+    page = lineage_of(http.get("/lineage", params={"id": replies_on(Split.TRAIN, 1)[0].conversation_id}).text)
     adapters = page[page.index("Adapters that were trained on it") :]
     assert adapters.index("r0001") < adapters.index("r0002")
     assert '<strong>now</strong> <span class="dim">(by hand)</span>' in adapters
-    assert "What is" in page[page.index('id="replies"') :]
+    assert "this one" in page[page.index('id="replies"') :]
+
+
+def put_conversation(conn: Connection) -> None:
+    """Three replies of one conversation, the second of which has no task."""
+    found = [reply(number, conversation_id="a talk") for number in (1, 3)]
+    found.insert(1, reply(2, conversation_id="a talk", skip=SkipReason.INTERRUPTED))
+    record(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=1.0, split_seed=42)
+
+
+def test_the_replies_of_a_conversation_with_those_without_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state(tmp_path / "state", put_conversation)
+    http = client(config_of(tmp_path))
+    replies = http.get("/lineage", params={"id": "a talk"}).text.partition('id="replies"')[2]
+    assert "this one" in replies and 'href="/tasks/t-' in replies and "interrupted" in replies
+    monkeypatch.setattr("flywheel.web.lineage.PER_PAGE", 1)
+    first = http.get("/lineage", params={"id": "a talk"})
+    assert 'rel="next"' in first.text
+    [rest] = re.findall(r'href="([^"]*\?replies=\d+)#replies" rel="next"', first.text)
+    assert "interrupted" in http.get(rest).text
+    told = http.get("/lineage", params={"id": reply(2).span_id})
+    assert told.status_code == 404 and "has no task: interrupted" in told.text
 
 
 def test_a_round_that_has_made_no_adapter_yet(http: TestClient) -> None:
-    page = http.get("/lineage?id=r0003").text
-    assert "never served" in page
-    assert "It has no training samples." in page
+    page = lineage_of(http.get("/rounds/r0003").text)
+    assert "It has never served." in page and "No adapter was trained from it." in page
 
 
-def test_an_id_that_names_nothing_and_an_alias(http: TestClient) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("/lineage", "/rounds#serving"),
+        ("/lineage?adapters=2", "/rounds#serving"),
+        ("/lineage?id=agent", "/rounds#serving"),
+        ("/lineage?id=r0001&after=9", "/rounds/r0001#lineage"),
+        ("/lineage?id=agent@r0001", "/rounds/r0001#lineage"),
+    ],
+)
+def test_an_id_leads_to_its_page(http: TestClient, old: str, new: str) -> None:
+    answer = http.get(old, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, new)
+
+
+def test_an_id_that_names_nothing(http: TestClient) -> None:
     nothing = http.get("/lineage", params={"id": HOSTILE})
     assert nothing.status_code == 404
     assert "<script>doc" not in nothing.text
-    alias = http.get("/lineage?id=agent", follow_redirects=False)
-    assert (alias.status_code, alias.headers["location"]) == (303, "/lineage#deployments")
 
 
 def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:

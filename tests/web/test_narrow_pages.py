@@ -21,7 +21,7 @@ from tests.factories.web import kinds_of, template_of
 from tests.web.conftest import NARROW, WIDE, Visitor, serving
 from tests.web.recorded_state import config_of, unpack
 
-WITHOUT_PAGE = {"/tasks.jsonl", "/labels/export", "/labels/next", "/rounds/overlay", "/rounds/{round}/curves"}
+WITHOUT_PAGE = {"/tasks.jsonl", "/labels/export", "/labels/next", "/lineage", "/rounds/overlay"}
 """Files, figures and redirections."""
 
 

@@ -21,7 +21,7 @@ from flywheel.store.kernel.database import Reader
 from flywheel.store.views import acceptance
 from flywheel.store.views.acceptance import Share, SharePeriod
 from flywheel.web import figures
-from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
+from flywheel.web.plots import TimePlot
 from flywheel.web.server import application
 from flywheel.web.site import Site
 from tests.factories.state import in_thread, write_state
@@ -35,8 +35,15 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
     page = check(f"{address}/")
     text = page.inner_text("main")
     assert "demo-agent@r0002" in text and "2 open dead letters" in text
-    assert page.locator("svg.plot .series").count() == 3
-    assert page.locator("svg.plot line.swap").count() == 2
+    assert page.locator("#over-time canvas").count() == 1
+    page.get_by_text("The shares as a table").click()
+    rows = page.get_by_role("region", name="Acceptance over time").locator("tbody tr").all_inner_texts()
+    assert {row.split("\t")[1].strip() for row in rows} >= {
+        "no recorded model",
+        "demo-agent@r0001",
+        "demo-agent@r0002",
+    }
+    assert [row.split("\t")[1] for row in rows if row.endswith("deployed")] == ["r0001", "r0002"]
     assert page.locator("main script, main img, main iframe").count() == 0
     assert "in the last 48 hours, at most" in text
     assert "<script>document.title" in page.get_by_role("region", name="Errors of the judge").inner_text()
@@ -48,11 +55,11 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
         ("/", "flywheel ingest"),
         ("/tasks", "flywheel ingest"),
         ("/labels", "flywheel ingest"),
+        ("/rounds", "the base model answers"),
         ("/rounds", "flywheel round"),
         ("/rollouts", "flywheel round"),
         ("/gate", "flywheel round"),
-        ("/lineage", "flywheel deploy"),
-        ("/lineage", "the base model answers"),
+        ("/rounds", "flywheel deploy"),
         ("/dead-letters", "No dead letter is open"),
         ("/dead-letters?state=all", "There has never been one"),
     ],
@@ -129,24 +136,20 @@ def test_the_samples_that_wait_are_beside_the_free_ones_and_why_no_round_starts_
     assert "A round can start: flywheel run plans it." in page_of(enough)
 
 
-def test_the_plot_has_all_periods_within_its_frame() -> None:
-    begin = datetime(2026, 1, 1, tzinfo=UTC)
-    hour = timedelta(hours=1)
-    periods = [
-        SharePeriod(name, begin + number * hour, begin + (number + 1) * hour, Share(number, 10))
-        for number in range(10)
-        for name in ("", "agent@r0001")
-    ]
-    plot = time_plot(periods, [(begin - hour, "before"), (begin + 5 * hour, "r0001"), (begin + 99 * hour, "after")])
-    assert [each.name for each in plot.series] == ["", "agent@r0001"]
-    for series in plot.series:
-        assert [point.x for point in series.points] == sorted(point.x for point in series.points)
-        for point in series.points:
-            assert LEFT <= point.x <= WIDTH - RIGHT
-            assert TOP <= point.high <= point.y <= point.low <= HEIGHT - BOTTOM
-    places = [place for place, _ in plot.marks]
-    assert places[0] == LEFT and places[-1] == WIDTH - RIGHT and LEFT < places[1] < WIDTH - RIGHT
-    assert time_plot([], []) is None
+def test_the_plot_has_each_share_at_its_time_and_a_gap_where_there_is_none() -> None:
+    begin, hour = datetime(2026, 1, 1, tzinfo=UTC), timedelta(hours=1)
+
+    def period(name: str, number: int) -> SharePeriod:
+        return SharePeriod(name, begin + number * hour, begin + (number + 1) * hour, Share(number, 10))
+
+    plot = TimePlot([period("", 0), period("", 2), period("agent@r0001", 2)], [(begin, "r0001")])
+    assert plot.names == ["", "agent@r0001"]
+    assert plot.data["ends"] == [(begin + number * hour).timestamp() for number in (0, 3)]
+    assert plot.data["times"] == [(begin + (number + 0.5) * hour).timestamp() for number in (0, 2)]
+    assert plot.data["marks"] == [(begin.timestamp(), "r0001")]
+    [base, adapter] = plot.data["series"]
+    assert base[0] == (0.0, 0.2) and [each[0] for each in adapter] == [None, None, None]
+    assert adapter[1][1] < adapter[0][1] == 0.2 < adapter[2][1]
 
 
 def test_figures_that_take_long_are_read_once_in_a_while(

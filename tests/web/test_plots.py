@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.round import Score
-from flywheel.web.plots import AXIS_MARGIN, AXIS_WIDTH, DOTS_HEIGHT, DOTS_TOP, axis_of, dots_width, paired_dots
+from flywheel.web.plots import (
+    AXIS_MARGIN,
+    AXIS_WIDTH,
+    DOTS_HEIGHT,
+    DOTS_TOP,
+    axis_of,
+    dots_width,
+    paired_dots,
+    ranked,
+)
 
 
 @given(st.lists(st.floats(-1, 1), max_size=8))
@@ -31,8 +40,9 @@ def test_paired_dots_begin_with_the_largest_loss() -> None:
         Score(task_id="gain", candidate=1.0, deployed=0.0),
         Score(task_id="loss", candidate=0.25, deployed=0.5),
     ]
-    dots = paired_dots(scores)
-    assert [(each.task_id, each.kind) for each in dots] == [("loss", "loss"), ("same", "same"), ("gain", "gain")]
+    dots = paired_dots(ranked(scores))
+    expected = [("loss", "loss"), ("same", "same"), ("gain", "gain")]
+    assert [(each.score.task_id, each.kind) for each in dots] == expected
     assert (dots[2].candidate, dots[2].deployed) == (DOTS_TOP, DOTS_TOP + DOTS_HEIGHT)
     assert all(0 < each.x < dots_width(3) for each in dots)
     assert not paired_dots([])

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page
 
 from flywheel.config.file import Config
 from flywheel.training.data.rollout_file import step_file, write_step
-from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
+from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutSelection, listed, token_runs
 from tests.factories.rollout import rollout, sample
 from tests.web.conftest import NARROW, Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE
@@ -73,7 +73,7 @@ def hostile_address(own_state: Config) -> Iterator[str]:
 
 def test_hostile_rollouts_are_inert(hostile_address: str, visitor: Visitor) -> None:
     page = visitor.open(f"{hostile_address}/rollouts", width=NARROW)
-    for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&by=text&sample=1", "/1-0?rollout=2"):
+    for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&sample=1", "/1-0?rollout=2"):
         page.goto(f"{hostile_address}/rollouts/debug{path}")
         visitor.check_accessibility(page)
         text = page.inner_text("main")
@@ -106,7 +106,7 @@ def test_a_step_appears_while_the_page_is_open(debug_address: str, visitor: Visi
     visitor.check(page)
 
 
-def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check, visitor: Visitor) -> None:
+def test_tokens_are_shown_by_class_and_in_figures(debug_address: str, check: Check, visitor: Visitor) -> None:
     page = check(f"{debug_address}/rollouts/debug/1-0")
     shown = page.locator(".tokens .t")
     assert [shown.nth(place).get_attribute("class") for place in range(shown.count())] == [
@@ -117,18 +117,17 @@ def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check,
     assert len(colours) == 4
     assert page.locator(".legend li").count() == 6
     visitor.check_accessibility(page)
-    page.get_by_role("link", name="by advantage").click()
-    assert page.locator(".tokens .t-a3").text_content() == "It is↵\n 7"
-    page.get_by_role("link", name="by mask").click()
-    assert page.locator(".tokens .t-trained").text_content() == "It is↵\n 7"
-    page.get_by_role("navigation", name="Show tokens by").get_by_role("link", name="as text").click()
-    expect(page.locator(".tokens")).to_contain_text("⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧")
+    said = "each => getComputedStyle(each, '::after').content"
+    assert shown.nth(1).evaluate(said) == "none"
+    page.get_by_label("Show the probability of each token in figures").check()
+    assert "95.1%, logprob -0.05" in shown.nth(1).evaluate(said) and shown.nth(0).evaluate(said) == "none"
+    assert "with the advantage +0.50" in page.inner_text("#tokens")
     visitor.check(page)
 
 
 @pytest.mark.parametrize(
     "path", ["r9999", "r0001?lowest=x", "r0001?order=x", "r0001?end=x", "r0001?step=-1", "r0001?after=1:x",
-             "r0001/1-99", "r0001/1-0?rollout=99", "r0001/1-0?by=x", "r0001/1-0?from=-1"],
+             "r0001/1-99", "r0001?lowest=nan", "r0001/1-0?rollout=99", "r0001/1-0?from=-1"],
 )  # fmt: skip
 def test_what_is_not_there_is_a_page_that_says_so(visitor: Visitor, address: str, path: str) -> None:
     page = visitor.open("about:blank")
@@ -141,7 +140,7 @@ def select(directory: Path, **given: str) -> list[tuple[int, int]]:
     """The groups of a selection, over all its pages."""
     wanted, found = RolloutSelection(**given), []
     while True:
-        page = listed(directory, RolloutFilter.of(wanted))
+        page = listed(directory, wanted)
         found += [(group.step, group.group) for group in page.groups]
         if not page.more:
             return found
@@ -187,7 +186,7 @@ def test_filters_select_groups_by_their_rollouts(round_directory: Path) -> None:
     assert len(select(round_directory, end="ungraded")) == 40
     assert len(select(round_directory, criterion="right")) == 40
     assert select(round_directory, lowest="0.96") == [(40, 0), (39, 0), (1, 0)]
-    found = listed(round_directory, RolloutFilter.of(RolloutSelection(lowest="0.96")))
+    found = listed(round_directory, RolloutSelection(lowest="0.96"))
     assert (found.rollouts, found.steps, found.criteria) == (3, (1, 40), ["right"])
     assert sum(found.bins) == found.rewards == 3
 
@@ -200,7 +199,7 @@ def test_a_long_sample_is_shown_in_parts() -> None:
         logprobs=[None] * count,
         text=["x"] * (count - 1) + [None],
     )
-    found = [token_runs(long, None, "logprob", start) for start in (0, TOKENS_PER_PAGE, 2 * TOKENS_PER_PAGE)]
+    found = [token_runs(long, start) for start in (0, TOKENS_PER_PAGE, 2 * TOKENS_PER_PAGE)]
     assert [[run.tokens for run in part] for part in found] == [[TOKENS_PER_PAGE], [TOKENS_PER_PAGE], [5]]
     assert found[2][0].text == f"xxxx<{count - 1}>"
-    assert json.dumps(token_runs(long, None, "logprob", count)) == "[]"
+    assert json.dumps(token_runs(long, count)) == "[]"

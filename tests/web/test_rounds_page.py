@@ -194,29 +194,10 @@ def test_without_scripts(visitor: Visitor, address: str) -> None:
 
 def test_what_is_no_round(visitor: Visitor, address: str) -> None:
     page = visitor.open(f"{address}/rounds")
-    for path, status in (("r0009", 404), ("r0009/curves", 404), ("r0001?after=x", 400), ("r0001?after=-1", 400)):
+    for path, status in (("r0009", 404), ("r0001?after=x", 400), ("r0001?after=-1", 400)):
         assert page.request.get(f"{address}/rounds/{path}").status == status
     assert page.request.get(f"{address}/rounds?before=1").text().count("There is no older round") == 1
     assert page.request.get(f"{address}/rounds/overlay?with=nothing").url == f"{address}/rounds"
-
-
-def test_figures_are_read_on(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:
-    request = visitor.open(f"{own_address}/rounds").request
-
-    def curves(begin: int, file: str) -> dict[str, Any]:
-        found: dict[str, Any] = request.get(f"{own_address}/rounds/{LIVE}/curves?begin={begin}&file={file}").json()
-        return found
-
-    metrics = Metrics(live_directory)
-    metrics.step(1, 3, step(1))
-    first = curves(0, "")
-    assert (first["begin"], first["steps"], first["figures"]["reward_mean"]) == (0, [1], [0.1])
-    metrics.step(2, 3, step(2))
-    assert curves(1, first["file"])["steps"] == [2]
-    metrics.path.unlink()
-    metrics.step(1, 3, step(5))
-    again = curves(2, first["file"])
-    assert (again["begin"], again["steps"], again["figures"]["reward_mean"]) == (0, [1], [0.5])
 
 
 def test_a_live_round(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:

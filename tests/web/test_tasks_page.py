@@ -82,7 +82,7 @@ def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, q
     ("query", "why"),
     [("state=foo", "'foo' is none of pending, judging"), ("split=x", "'x' is none of train, held-out"),
      ("lowest=low", "'low' is not a number"), ("order=best", "'best' is none of newest, oldest"),
-     ("after=x", "'x' is no place in a list")],
+     ("after=x", "'x' is no place in a list"), ("stage=no-such", "There is no such selection of tasks")],
 )  # fmt: skip
 def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
     shared_state: Config, query: str, why: str
@@ -98,12 +98,6 @@ def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeyp
     monkeypatch.setattr(tasks, "SEARCH_SECONDS", 0.0)
     page = client_of(shared_state).get("/tasks?text=desrever&after=700").text
     assert "Search further" in page and "No task matches" not in page
-
-
-@pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "split=left"])
-def test_a_wrong_selection_is_explained(shared_state: Config, query: str) -> None:
-    answer = client_of(shared_state).get(f"/tasks?{query}")
-    assert answer.status_code == 400 and "There is no such selection of tasks" in answer.text
 
 
 def test_a_verdict_shows_the_judge_s_single_answers(check: Check, shared_state: Config) -> None:

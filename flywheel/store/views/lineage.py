@@ -25,7 +25,6 @@ from flywheel.store.kernel.schema import (
     verdicts,
 )
 from flywheel.store.reply_names import is_of_span
-from flywheel.store.splits import conversation
 
 DEEPEST: Final = 1_000
 """Generations of adapters that are followed; a state can hold no cycle, but a damaged one might."""
@@ -47,46 +46,11 @@ class Subject:
     is_its: ColumnElement[bool]
 
 
-def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[Row[Any]]:
-    """Adapters, the newest first, with the name and state of their rounds; only those before the one with number
-    `before`."""
-    query: Select[Any] = (
-        select(adapters, rounds.c.name.label("round"), rounds.c.state.label("round_state"), rounds.c.target)
-        .join(rounds, rounds.c.id == adapters.c.round_id)
-        .order_by(adapters.c.id.desc())
-        .limit(limit)
-    )
-    return conn.execute(query if before is None else query.where(adapters.c.id < before)).all()
-
-
 def samples(conn: Connection, round_ids: Sequence[int]) -> dict[int, int]:
     """How many samples each of these rounds was trained on."""
     number = round_samples.c.round_id
     counted = select(number, func.count()).where(TRAINED_ON).group_by(number)
     return dict.fromkeys(round_ids, 0) | dict(rows_in(conn, counted, number, round_ids))
-
-
-def conversations_of(conn: Connection, round_id: int, limit: int, after: int = 0) -> Sequence[Row[Any]]:
-    """The samples that a round was trained on, in their order: `number`, `conversation`, key of the `task` and
-    `question`; only tasks `after` a number."""
-    question = func.coalesce(func.json_extract(tasks.c.payload, "$.main_query"), "")
-    query = (
-        select(
-            tasks.c.id.label("number"),
-            conversation().label("conversation"),
-            tasks.c.key.label("task"),
-            question.label("question"),
-        )
-        .select_from(_SAMPLES)
-        .where(
-            round_samples.c.round_id == round_id,
-            round_samples.c.task_id > after,
-            TRAINED_ON,
-        )
-        .order_by(round_samples.c.task_id)
-        .limit(limit)
-    )
-    return conn.execute(query).all()
 
 
 def ancestors(conn: Connection, adapter: str) -> list[str]:

@@ -21,6 +21,7 @@ from flywheel.store.kernel.schema import (
     rounds,
     tasks,
 )
+from flywheel.store.splits import conversation
 
 _ROUND: Final = (
     "id", "name", "trigger", "attempt", "parent", "seed", "dir", "reason", "created_at", "finished_at", "target",
@@ -162,8 +163,8 @@ def shares(conn: Connection, number: int) -> Sequence[Row[Any]]:
 
 
 def samples(conn: Connection, number: int, split: Split, after: int, limit: int) -> Sequence[Row[Any]]:
-    """Samples (`id`, `key`, `state`, `agent`, `question`, `replayed`, `left_out`, `without_gradient`) with task
-    numbers above `after`, in their order."""
+    """Samples (`id`, `key`, `state`, `agent`, `conversation`, `question`, `replayed`, `left_out`,
+    `without_gradient`) with task numbers above `after`, in their order."""
     chosen = (
         select(round_samples)
         .where(round_samples.c.round_id == number, round_samples.c.split == split.value)
@@ -174,6 +175,7 @@ def samples(conn: Connection, number: int, split: Split, after: int, limit: int)
     )
     question = func.json_extract(tasks.c.payload, "$.main_query").label("question")
     of_round = (chosen.c[name] for name in ("replayed", "left_out", "without_gradient"))
-    columns: Any = (tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, question, *of_round)
+    of_task = tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, conversation().label("conversation")
+    columns: Any = (*of_task, question, *of_round)
     query = select(*columns).join(chosen, chosen.c.task_id == tasks.c.id)
     return conn.execute(query.order_by(tasks.c.id)).all()

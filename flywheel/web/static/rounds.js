@@ -5,15 +5,11 @@
   const box = document.getElementById("charts");
   if (!box || !window.uPlot) return;
   const own = box.dataset.round;
-  const others = JSON.parse(box.dataset.others);
-  const NOTHING = { file: "", steps: [], figures: {} };
   const POINTS_UP_TO = 40; // steps that are marked by points
   const HEIGHT = 166;
-  const known = new Map(); // round: its figures
   const drawn = new Map(); // id of a figure: what draws it
-  let isLoading = false, isStale = false;
+  let known = {}, others = []; // figures by round, and the rounds that are drawn over this one
 
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const compact = (value) => {
     if (value == null) return "–";
     const size = Math.abs(value);
@@ -22,37 +18,11 @@
     return String(Number(value.toPrecision(3)));
   };
 
-  async function read(name) {
-    const old = known.get(name) || NOTHING;
-    const answer = await fetch(`/rounds/${encodeURIComponent(name)}/curves?begin=${old.steps.length}&file=${old.file}`);
-    if (!answer.ok) return;
-    const fresh = await answer.json();
-    const figures = {};
-    for (const key of new Set([...Object.keys(old.figures), ...Object.keys(fresh.figures)])) {
-      const before = fresh.begin ? (old.figures[key] || Array(fresh.begin).fill(null)) : [];
-      const after = fresh.figures[key] || Array(fresh.steps.length).fill(null);
-      figures[key] = before.slice(0, fresh.begin).concat(after);
-    }
-    known.set(name, { file: fresh.file, steps: old.steps.slice(0, fresh.begin).concat(fresh.steps), figures });
-  }
-
-  async function load() {
-    isStale = true;
-    if (isLoading) return;
-    isLoading = true;
-    try {
-      while (isStale) {
-        isStale = false;
-        // Others are complete, or are read again with the page.
-        await Promise.all([own, ...others].filter((name) => name === own || !known.has(name)).map(read));
-        for (const figure of box.querySelectorAll("figure[data-series]")) draw(figure);
-      }
-      box.dataset.steps = known.get(own)?.steps.length ?? 0;
-    } catch {
-      // The server is gone or restarts; the next change loads again.
-    } finally {
-      isLoading = false;
-    }
+  function load() {
+    known = JSON.parse(box.dataset.curves);
+    others = Object.keys(known).filter((name) => name !== own);
+    for (const figure of box.querySelectorAll("figure[data-series]")) draw(figure);
+    box.dataset.steps = known[own].steps.length;
   }
 
   // The lines of a chart: label, colour, dash, and the values by step.
@@ -63,7 +33,7 @@
     const kinds = isOverlaid ? series.slice(0, 1) : series;
     const rounds = isOverlaid ? [own, ...others] : [own];
     return rounds.flatMap((round, nth) => {
-      const { figures } = known.get(round) || NOTHING;
+      const { figures } = known[round];
       return kinds.map(([key, label], place) => ({
         round,
         label: isSum ? `${round}, all parts` : isOverlaid ? round : label,
@@ -79,15 +49,15 @@
 
   function draw(figure) {
     const lines = linesOf(figure);
-    const steps = [...new Set([own, ...others].flatMap((name) => (known.get(name) || NOTHING).steps))].sort((a, b) => a - b);
+    const steps = [...new Set([own, ...others].flatMap((name) => known[name].steps))].sort((a, b) => a - b);
     const places = new Map(steps.map((step, place) => [step, place]));
-    const spread = (name) => {
+    const aligned = (line, list) => {
       const values = Array(steps.length).fill(null);
-      return [values, (list) => { (known.get(name) || NOTHING).steps.forEach((step, at) => { values[places.get(step)] = list[at] ?? null; }); return values; }];
+      known[line.round].steps.forEach((step, at) => { values[places.get(step)] = list[at] ?? null; });
+      return values;
     };
-    const aligned = (line, list) => spread(line.round)[1](list);
     const data = [steps, ...lines.map((line) => aligned(line, line.values))];
-    const band = figure.dataset.spread && !others.length ? known.get(own)?.figures[figure.dataset.spread] : null;
+    const band = figure.dataset.spread && !others.length ? known[own].figures[figure.dataset.spread] : null;
     if (band && lines.length) {
       const at = (sign) => lines[0].values.map((value, place) => (value == null || band[place] == null ? null : value + sign * band[place]));
       data.push(aligned(lines[0], at(1)), aligned(lines[0], at(-1)));
@@ -101,16 +71,14 @@
       tell(old);
       return;
     }
-    if (old) { old.watch.disconnect(); old.plot.destroy(); }
+    old?.plot.remove();
     drawn.set(figure.id, make(figure, lines, data, Boolean(band), shape));
   }
 
   function make(figure, lines, data, hasBand, shape) {
     const plot = figure.querySelector(".plot");
-    const number = (name) => (figure.dataset[name] === undefined ? null : Number(figure.dataset[name]));
-    const [low, high] = [number("low"), number("high")];
+    const isShare = "share" in figure.dataset;
     const made = { figure, lines, data, shape };
-    const axis = { stroke: colour("--dim"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     const series = [{}, ...lines.map((line) => ({
       label: line.label, stroke: line.stroke, dash: line.dash, width: 1.75,
       points: { show: data[0].length <= POINTS_UP_TO, size: 5, fill: line.stroke },
@@ -120,33 +88,27 @@
       series.push({ label: "above", points: { show: false } }, { label: "below", points: { show: false } });
       bands.push({ series: [series.length - 2, series.length - 1], fill: colour("--band") });
     }
-    plot.replaceChildren();
-    made.plot = new window.uPlot({
-      width: Math.max(120, plot.clientWidth), height: HEIGHT, padding: [8, 10, 0, 0], series, bands,
-      legend: { show: false },
-      // Without a function of its own, uPlot takes every click for the end of a drag.
-      cursor: { drag: { x: false, y: false, click: () => {} }, y: false, sync: { key: "round" } },
+    made.plot = makePlot(plot, HEIGHT, {
+      series, bands,
       scales: {
         x: { time: false, range: (_, first, last) => [first ?? 1, Math.max(last ?? 1, Number(box.dataset.planned) || 0, (first ?? 1) + 1)] },
         y: { range: (_, least, most) => {
-          const [bottom, top] = [low ?? least ?? 0, high ?? most ?? 1];
-          const margin = top > bottom ? (top - bottom) * 0.08 : Math.abs(top) * 0.1 || 0.5;
-          return [low === null ? bottom - margin : low, high === null ? top + margin : high];
+          if (isShare) return [0, 1];
+          const [bottom, top] = [Math.min(0, least ?? 0), Math.max(0, most ?? 1)];
+          const margin = (top - bottom) * 0.08 || 0.5;
+          return [bottom && bottom - margin, top && top + margin];
         } },
       },
       axes: [
-        { ...axis, label: "step", labelSize: 16, labelFont: axis.font, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 40 },
-        { ...axis, label: figure.dataset.unit, labelSize: 16, labelFont: axis.font, size: 50, space: 32, values: (_, ticks) => ticks.map(compact) },
+        { label: "step", size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 40 },
+        { label: figure.dataset.unit, size: 50, space: 32, values: (_, ticks) => ticks.map(compact) },
       ],
       hooks: { setCursor: [() => tell(made)] },
-    }, data, plot);
+    }, data);
     made.plot.over.addEventListener("click", () => {
       const place = made.plot.cursor.idx;
-      const steps = (known.get(own) || NOTHING).steps;
-      if (place != null && steps.includes(data[0][place])) location.href = box.dataset.rollouts + made.data[0][place];
+      if (place != null && known[own].steps.includes(made.data[0][place])) location.href = box.dataset.rollouts + made.data[0][place];
     });
-    made.watch = new ResizeObserver(() => made.plot.setSize({ width: Math.max(120, plot.clientWidth), height: HEIGHT }));
-    made.watch.observe(plot);
     tell(made);
     return made;
   }
