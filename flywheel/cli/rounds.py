@@ -164,7 +164,7 @@ async def _round(
         if interruption.by is not None:
             raise interruption.error("finish the round", await store.read(left_of_round))
         status = await store.read(snapshot, config)
-    return as_json(next(entry for entry in status.rounds if entry.round == name))
+    return as_json(next(entry for entry in status["rounds"] if entry["round"] == name))
 
 
 async def _train(
@@ -223,10 +223,10 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.daemon.rounds.rounds import WorkerWatch, left
     from flywheel.daemon.rounds.suites import require_grader
     from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
-    from flywheel.daemon.status import metrics_of
     from flywheel.judge.usage import Budget, UsageFile
     from flywheel.store.judge_usage import book
     from flywheel.system.signals import StopSignals
+    from flywheel.training.data.round_progress import read_steps
 
     shared = rubric_of(config)
     own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
@@ -272,13 +272,12 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     if interruption.by is not None:
         raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
     result = result_of(directory, code)
-    steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
     return {
         "round": "debug",
         "state": result.outcome,
         "reason": result.reason,
         "dir": str(directory),
-        "metrics": steps,
+        "metrics": read_steps(directory),
         "rollouts": table_of(directory),
     }
 

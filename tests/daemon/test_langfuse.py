@@ -140,9 +140,9 @@ def again(conn: Connection, rubric: str, verdict: Verdict) -> None:
 
 
 async def noted(store: Store, config: Config) -> tuple[int, int, int]:
-    status = (await store.read(snapshot, config)).langfuse
+    status = (await store.read(snapshot, config))["langfuse"]
     assert status is not None
-    return status.sent, status.refused, status.untraced
+    return status["sent"], status["refused"], status["untraced"]
 
 
 async def test_each_verdict_is_a_score_for_the_reply_and_each_criterion(
@@ -336,7 +336,7 @@ def test_doctor_checks_the_keys(
 async def test_nothing_is_sent_without_the_setting(tmp_path: Path) -> None:
     config = make_config(tmp_path, sources=[])
     async with open_state(tmp_path / "state") as store:
-        assert (await store.read(snapshot, config)).as_json()["langfuse"] is None
+        assert (await store.read(snapshot, config))["langfuse"] is None
 
 
 @pytest.mark.slow
