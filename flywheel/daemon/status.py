@@ -100,7 +100,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Facts:
     warnings: list[str] = []
     targets = {name: _target(conn, own, warnings) for name, own in config.by_target().items()}
     shown = [_round(conn, config, row) for row in _shown_rounds(conn)]
-    by_state = {state.value: rounds.count(conn, state) for state in RoundState}
+    by_state = rounds.count_by_state(conn)
     return {
         "version": __version__,
         "state_dir": str(config.state_dir),
