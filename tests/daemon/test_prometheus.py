@@ -61,7 +61,8 @@ def facts(target: str) -> dict[str, Any]:
         "targets": {
             target: {
                 "free_samples": 1, "waiting_samples": {"later": 2}, "min_samples": 3, "held_out": 4,
-                "swaps": {"done": 5}, "watch": WatchStatus("r0002", "r0001", 0.5, AT, "watching", WATCHED), "replicas": [server],
+                "swaps": {"done": 5}, "replicas": [server],
+                "watch": WatchStatus("r0002", "r0001", 0.5, AT, "watching", WATCHED),
                 "deployment": {"alias": "agent", "adapter": None, "since": AT},
             },
         },
