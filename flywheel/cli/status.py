@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flywheel.daemon.status import Facts
-    from flywheel.daemon.watch_figures import WatchStatus
     from flywheel.store.samples import PromptCounts
     from flywheel.store.stages import StageRecord
 
@@ -202,10 +201,11 @@ def _failing(name: str, stage: StageRecord) -> str:
     return f"{name} since {moment(stage.failing_since)} UTC{again}\n{stage.error}"
 
 
-def _watched(watch: WatchStatus) -> str:
+def _watched(watch: Facts) -> str:
     """Both versions while a promotion is watched, and what would have been noticed."""
-    share = f"{watch.adapter or 'the base model'} has {percent(watch.share)} since {moment(watch.since)} UTC"
-    return f"{share}: {watch.figures.summary}\n{watch.figures.noticeable}"
+    figures, adapter = watch["figures"], watch["adapter"] or "the base model"
+    share = f"{adapter} has {percent(watch['share'])} since {moment(watch['since'])} UTC"
+    return f"{share}: {figures.summary}\n{figures.noticeable}"
 
 
 def _server(server: Facts, *, with_noise: bool) -> str:

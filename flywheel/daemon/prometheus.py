@@ -164,7 +164,7 @@ def _by_label(facts: Facts) -> Facts:
         aliases[deployed["alias"]] = {
             "serves": {deployed["adapter"] or "": 1},
             "since": deployed["since"],
-            **(_watched(watch.figures) if watch is not None else {}),
+            **(_watched(watch["figures"]) if watch is not None else {}),
         }
         for each in own["replicas"]:
             serving.setdefault(each["url"], {}).update({each["serves"]: 1} if each["serves"] else {})

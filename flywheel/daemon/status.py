@@ -66,8 +66,8 @@ NOT_INSPECTED: Final = ReplicaState("", "", "", None, None)
 
 Facts = dict[str, Any]
 """Facts by the keys that `--json` prints (`flywheel docs json`). A value may be the record of its source: the counts
-of prompts and of the newest verdicts, a `StageRecord`, a `WatchStatus`, the `RoundProgress` of a live round, the
-`Comparison` of a round, without single scores."""
+of prompts and of the newest verdicts, a `StageRecord`, the `WatchFigures` of a watch, the `RoundProgress` of a live
+round, the `Comparison` of a round, without single scores."""
 
 
 def as_json(facts: Facts) -> Facts:
@@ -144,7 +144,7 @@ def _target(conn: Connection, config: Config, warnings: list[str]) -> Facts:
     planned = next_test(conn, config)
     active = deployments.active(conn, alias)
     watch = watch_status(conn, alias)
-    warnings += watch.figures.warnings if watch is not None else []
+    warnings += watch["figures"].warnings if watch is not None else []
     return {
         "free_samples": available.usable,
         "waiting_samples": available.waiting,

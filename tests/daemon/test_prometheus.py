@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.daemon.prometheus import exposition
-from flywheel.daemon.watch_figures import WatchFigures, WatchStatus
+from flywheel.daemon.watch_figures import WatchFigures
 from flywheel.store.stages import StageRecord
 from flywheel.store.watches import ArmFigures
 from tests.factories.metrics import by, parsed
@@ -62,7 +62,7 @@ def facts(target: str) -> dict[str, Any]:
             target: {
                 "free_samples": 1, "waiting_samples": {"later": 2}, "min_samples": 3, "held_out": 4,
                 "swaps": {"done": 5}, "replicas": [server],
-                "watch": WatchStatus("r0002", "r0001", 0.5, AT, "watching", WATCHED),
+                "watch": {"figures": WATCHED},
                 "deployment": {"alias": "agent", "adapter": None, "since": AT},
             },
         },

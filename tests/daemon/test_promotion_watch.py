@@ -350,9 +350,8 @@ async def test_replies_that_both_versions_lose_roll_nothing_back(watched: Watche
     await watched.watch().look()
     row = await watched.row()
     assert row.state == WatchState.WATCHING
-    own = (await watched.store.read(snapshot, watched.config))["targets"][""]["watch"]
-    assert own is not None
-    assert (own.figures.new.missing, own.figures.old.missing, own.figures.e_value_missing <= 1.0) == (60, 60, True)
+    own = (await watched.store.read(snapshot, watched.config))["targets"][""]["watch"]["figures"]
+    assert (own.new.missing, own.old.missing, own.e_value_missing <= 1.0) == (60, 60, True)
 
 
 async def entered_a_day_ago(watched: Watched, watch: PromotionWatch) -> None:
