@@ -100,8 +100,8 @@ def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
 
 @pytest.mark.slow
 def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, work: Work) -> None:
-    first = '{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}'
-    second = '{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
+    first = '{"event": "step", "step": 1, "reward_mean": null, "reward_std": null, "undecided": 8}'
+    second = '{"event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
     refused = '{"round_id": "debug", "outcome": "refused", "reason": "no spread"}'
     work(f"printf '%s\\n' '{first}' '{second}' > $3/metrics.jsonl; echo '{refused}' > $3/result.json")
     ran = flywheel("round", "--debug", "-c", config)
@@ -112,7 +112,8 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
 
 
 DEBUG = (
-    'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
+    'echo \'{"event": "step", "step": 1, '
+    '"reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
     'cp -R rollouts "$3/rollouts"\n'
     'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
 )

@@ -14,6 +14,8 @@ from tests.factories.metrics import by, parsed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 AT = "2026-11-22T10:00:00+00:00"
+ODD = 'od"d\\na\nme.sqlite'
+"""With everything in it that the format escapes."""
 NOT_HERE = "judge_call_seconds"
 """A histogram of this process, without samples before the first call."""
 
@@ -43,7 +45,7 @@ def facts(target: str) -> dict[str, Any]:
         "prompts": {"tasks": 5, "exact": 4, "inexact": {"hidden": 1}},
         "left_out": [{"reason": "tools", "tasks": 6}],
         "sources": [
-            {"path": 'od"d.sqlite', "configured": True, "condition": "", "read_at": AT, "longest_read_ms": 1500.0,
+            {"path": ODD, "configured": True, "condition": "", "read_at": AT, "longest_read_ms": 1500.0,
              "open_traces": 1, "restarts": 2, "replies": 3, "tasks": 4, "dead": 5, "private_traces": 6,
              "skipped": {"error": 7}},
         ],
@@ -82,6 +84,8 @@ def test_every_metric_has_a_value_and_the_labels_of_its_page_and_no_other_is_the
         if name != f"flywheel_{NOT_HERE}":
             assert samples, name
             assert all(set(sample.labels) == labels[name] for sample in samples), name
+            # The textfile collector of node_exporter refuses them.
+            assert all(sample.timestamp is None for sample in samples), name
 
 
 def test_values_are_those_of_the_facts() -> None:
@@ -94,7 +98,7 @@ def test_values_are_those_of_the_facts() -> None:
         "samples_waiting": 2, "swaps": 5,
     }  # fmt: skip
     assert {name: single[name] for name in expected} == expected
-    assert by(found["flywheel_source_condition"], "source", "condition") == {'od"d.sqlite not read yet': 1}
+    assert by(found["flywheel_source_condition"], "source", "condition") == {f"{ODD} not read yet": 1}
     assert by(found["flywheel_judge_tokens"], "purpose", "kind") == {"gates prompt": 30, "gates completion": 4}
     assert by(found["flywheel_gate_gain"], "bound") == {"gain": 0.2, "lower": 0.1, "upper": 0.3}
     assert by(found["flywheel_active_adapter"], "alias", "adapter") == {"agent ": 1}

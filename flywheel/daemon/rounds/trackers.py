@@ -85,7 +85,7 @@ class Trackers:
         if path in self._running and self._running[path].poll() is None:
             return
         module = "flywheel.training.data.tracking"
-        command = [self._python, "-P", "-m", module, round_dir, path.stem, str(END_SECONDS)]
+        command: list[str | Path] = [self._python, "-P", "-m", module, round_dir, path.stem, str(END_SECONDS)]
         try:
             make_private(path.parent)
             with os.fdopen(private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb") as output:
