@@ -103,6 +103,8 @@ def test_values_are_those_of_the_facts() -> None:
     assert by(found["flywheel_gate_gain"], "bound") == {"gain": 0.2, "lower": 0.1, "upper": 0.3}
     assert by(found["flywheel_active_adapter"], "alias", "adapter") == {"agent ": 1}
     assert by(found["flywheel_adapter_acceptance_ratio"], "adapter") == {"r0001": 0.75}
+    conversations = by(found["flywheel_watch_conversations"], "alias", "version", "outcome")
+    assert conversations["agent agent@r0002 failures"] == 2 and conversations["agent agent@r0001 missing"] == 1
     assert by(found["flywheel_watch_e_value"], "test") == {"outcomes": 1.5, "missing": 2.5}
 
 
