@@ -4,7 +4,9 @@ A state of 100,000 tasks (`--tasks`) of six agents, in conversations of four, an
 three criteria, is written by the store's own functions. A real `flywheel web` shows it; one client asks, one request
 after the other, in random order. `list_p95_ms` is over the lists of tasks: the newest, older ones at random places,
 and by each filter and pairs of filters. `pages_p95_ms` has each page by itself. `rss_mb` is the proportional set size
-of the process (PSS of `/proc/PID/smaps_rollup`) 15 seconds after all requests.
+of the process (PSS of `/proc/PID/smaps_rollup`) 15 seconds after all requests. `status_user_s` is the user time of
+`flywheel status` on the same state, `imports_user_s` that of importing sqlalchemy and pydantic alone: the least of
+five measurements of each, taken in turn.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -156,6 +159,13 @@ def timed(client: httpx2.Client, path: str) -> float:
     return spent
 
 
+def user_seconds(*arguments: str) -> float:
+    """The user time of Python with these arguments."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
 def run(folder: Path, count: int, requests: int) -> dict[str, Any]:
     asyncio.run(fill(folder, count))
     rng = random.Random(2)
@@ -170,6 +180,9 @@ def run(folder: Path, count: int, requests: int) -> dict[str, Any]:
         pages = {path: [timed(client, path) for _ in range(20)] for path in (*others, one[1])}
         time.sleep(SETTLE_SECONDS)
         used = pss_mb(process.pid)
+    status = ("-m", "flywheel", "status", "-c", str(folder / "flywheel.yaml"))
+    user = [(user_seconds(*status), user_seconds("-c", "import sqlalchemy, pydantic")) for _ in range(5)]
+    shown, imports = (min(each) for each in zip(*user, strict=True))
     slowest = sorted(spent, reverse=True)[:5]
     return {
         "list_p95_ms": round(percentile([each for each, _ in spent], 0.95), 1),
@@ -181,6 +194,8 @@ def run(folder: Path, count: int, requests: int) -> dict[str, Any]:
         },
         "rss_mb": round(used, 1),
         "rss_at_start_mb": round(started, 1),
+        "status_user_s": round(shown, 3),
+        "imports_user_s": round(imports, 3),
         "tasks": count,
         "requests": requests,
     }

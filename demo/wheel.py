@@ -27,9 +27,10 @@ from demo.ports import held_port
 from demo.users import Users
 from flywheel.cli.demo import judge
 from flywheel.config.file import Config, load
-from flywheel.daemon.status import metrics_of, snapshot
+from flywheel.daemon.status import as_json, snapshot
 from flywheel.errors import StoreError
 from flywheel.store.kernel.database import Store
+from flywheel.training.data.round_progress import read_metrics
 
 ROOT: Final = Path(__file__).parent.parent
 QUIET_RATE: Final = 0.5
@@ -172,7 +173,7 @@ class Wheel:
                 continue
             live = status["live_round"]
             shown = live or (status["rounds"][-1] if status["rounds"] else None)
-            metrics = metrics_of(Path(shown["dir"])) if shown and shown["dir"] else []
+            metrics = read_metrics(Path(shown["dir"])) if shown and shown["dir"] else []
             self._screen.show(status, metrics)
             if self._enough(status):
                 return status
@@ -219,7 +220,7 @@ async def look(config: Config) -> dict[str, Any] | None:
     except StoreError:
         return None
     try:
-        return await store.read(lambda conn: snapshot(conn, config).as_json())
+        return as_json(await store.read(snapshot, config))
     finally:
         await store.close()
 

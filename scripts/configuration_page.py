@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config.file import Config
+from flywheel.config.section import Section
+from flywheel.judge.file_schemas import docstrings
 from flywheel.system.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent
@@ -79,9 +81,10 @@ def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     return found
 
 
-def _table(model: type[BaseModel]) -> list[str]:
+def _table(model: type[Section]) -> list[str]:
+    said = docstrings(model)
     rows = [
-        f"| `{name}` | {_default(info)} | {' '.join((info.description or '').split()).replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {_default(info)} | {' '.join(said.get(name, '').split()).replace('|', chr(92) + '|')} |"
         for name, info in model.model_fields.items()
         if name in IN_ONE_ROW or not sections_in(info.annotation)
     ]

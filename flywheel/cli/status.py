@@ -1,7 +1,7 @@
 """`flywheel status`: all of it, or with `--watch` as much as fits the screen.
 
-No line is cut. A screen that is too small loses, in this order: the details of sources and servers, older rounds, all
-rounds, and the single sources and servers, which are then counted by their condition.
+No line is cut. On a screen that is too small, sources and servers are counted by their condition, and older rounds,
+then all rounds, are left out.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from msgspec.structs import asdict, replace
 
 from flywheel.cli.app import (
     ConfigOption,
@@ -29,39 +27,36 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import (
     Fact,
-    Row,
     counted,
     facts_grid,
     facts_text,
     money,
-    rows_table,
+    print_facts,
     short_path,
-    source_condition,
     source_text,
+    spent,
 )
 from flywheel.system.terminal import escape_terminal, moment, percent, quantity
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.table import Table
 
-    from flywheel.daemon.status import (
-        CallsStatus,
-        JudgeStatus,
-        RoundStatus,
-        ServerStatus,
-        SourceStatus,
-        Status,
-        TargetStatus,
-    )
-    from flywheel.daemon.watch_figures import WatchStatus
+    from flywheel.daemon.status import Facts
     from flywheel.store.samples import PromptCounts
     from flywheel.store.stages import StageRecord
 
-ROUND_COLUMNS: Final = ("round", "state", "reward", "held-out score", "why")
 WATCH_SECONDS = 1.0
 FEW_ROUNDS: Final = 3
-WIDE: Final = 100
-"""Terminals of this width have room for a table of rounds."""
+HINT: Final = ("", "(shortened to fit this screen: `flywheel status` shows everything)")
+MISSING_CALLS: Final = {
+    "missed": "were pruned before",
+    "dropped": "could not be recorded",
+    "refused": "were not to be recorded",
+    "to_erase": "to be erased there",
+}
+"""What happened to calls that were not pulled from a server's call log, or are to be erased there."""
+_UNCHECKED: Final = "not checked yet (requires `flywheel run`)"
 
 
 @app.command()
@@ -72,19 +67,21 @@ def status(
     metrics: Annotated[bool, typer.Option("--metrics", help="Print metrics in Prometheus' text format.")] = False,
 ) -> None:
     """Show sources, tasks, samples, rounds and the deployed adapter."""
-    from flywheel.daemon.status import snapshot
+    from flywheel.daemon import status as daemon_status
 
     if watch + as_json + metrics > 1:
         option = "--watch" if watch else "--json"
         raise typer.BadParameter("give one of --json, --metrics and --watch", param_hint=option)
     settings = load_config(config)
 
-    def look() -> Status:
+    def look() -> Facts:
         missing = missing_state(settings)
-        return run_async(read_state(settings, lambda conn: snapshot(conn, settings, missing), warn=False))
+        return run_async(
+            read_state(settings, lambda conn: daemon_status.snapshot(conn, settings, missing), warn=False)
+        )
 
     if as_json:
-        print_json(look().as_json())
+        print_json(daemon_status.as_json(look()))
     elif metrics:
         from flywheel.daemon.prometheus import exposition
 
@@ -92,20 +89,10 @@ def status(
     elif watch:
         _watch(look)
     else:
-        _print(look())
+        print_facts(facts_of(look()))
 
 
-def _print(status: Status) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if console.is_terminal:
-        console.print(_with_rounds(_facts(status), status, len(status.rounds), console.width))
-    else:
-        typer.echo(_text(status))
-
-
-def _watch(look: Callable[[], Status]) -> None:
+def _watch(look: Callable[[], Facts]) -> None:
     """Print what `look` returns every second: in place on a terminal, elsewhere when it has changed."""
     from rich.console import Console
     from rich.live import Live
@@ -116,124 +103,97 @@ def _watch(look: Callable[[], Status]) -> None:
             while True:
                 time.sleep(WATCH_SECONDS)
                 live.update(fitted(look(), console), refresh=True)
-    before = ""
+    before = None
     while True:
-        status = look()
-        if (now := _text(_without_noise(status))) != before:
-            typer.echo(f"\n{_text(status)}" if before else _text(status))
+        now = look()
+        if (known := facts_of(now, with_noise=False)) != before:
+            print("" if before is None else "\n", facts_text(facts_of(now)), sep="")
             sys.stdout.flush()
-            before = now
+            before = known
         time.sleep(WATCH_SECONDS)
 
 
-def _without_noise(status: Status) -> Status:
-    """Without the times when servers were checked and the single rollouts of a step, which change all the time."""
-    live = status.live_round
-    if live is not None and live.progress is not None:
-        rarely_changed = live.progress.model_dump(include={"phase", "step", "steps", "paused"})
-        live = replace(live, progress=type(live.progress)(**rarely_changed))
-    quiet = {
-        name: replace(own, replicas=[replace(server, looked_at=None) for server in own.replicas])
-        for name, own in status.targets.items()
-    }
-    return replace(status, targets=quiet, live_round=live)
-
-
-def fitted(status: Status, console: Console) -> RenderableType:
+def fitted(status: Facts, console: Console) -> Table:
     """The most detailed form that the terminal has lines for."""
-    rounds, width = len(status.rounds), console.width
-    hint: Fact = ("", "(shortened to fit this screen: `flywheel status` shows everything)")
-    short, counts = _facts(status, "short"), _facts(status, "counts")
-    for form in (
-        _with_rounds(_facts(status), status, rounds, width),
-        *(_with_rounds([*short, hint], status, most, width) for most in (rounds, FEW_ROUNDS, 0)),
-        facts_grid([*counts, hint]),
+    counts = facts_of(status, 0, is_whole=False)
+    for facts in (
+        facts_of(status),
+        *([*facts_of(status, most, is_whole=False), HINT] for most in (len(status["rounds"]), FEW_ROUNDS)),
+        [*counts, HINT],
     ):
-        if len(console.render_lines(form, pad=False)) < console.height:
+        if len(console.render_lines(form := facts_grid(facts), pad=False)) < console.height:
             return form
     # On a terminal of a few lines, what may need attention comes first.
     return facts_grid(reversed(counts))
 
 
-def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") -> list[Fact]:
-    """Sources and servers are described in several lines or in one each, or are counted by their conditions."""
-    missing, letters, recent, live = status.no_state, status.dead_letters, status.recent_verdicts, status.live_round
-    excluded = list[Fact]()
-    if form == "whole":
-        sources = [("source", source_text(asdict(source))) for source in status.sources]
-        servers = [("server", _server_text(server)) for server in status.servers]
-        shortfalls = {name: own.gate.shortfall for name, own in status.targets.items()}
-        excluded = [
-            *(("gate", _of(name, text)) for name, text in shortfalls.items() if text),
-            *(("excluded", f"{quantity(each.tasks, 'task')}: {each.why}\n{each.do}") for each in status.left_out),
-        ]
-    elif form == "short":
-        sources = [("source", _source_line(source)) for source in status.sources]
-        servers = [("server", f"{server.url}: {_serves(server)}") for server in status.servers]
+def facts_of(status: Facts, most: int | None = None, *, is_whole: bool = True, with_noise: bool = True) -> list[Fact]:
+    """The facts for people, with the newest rounds, at most so many. Unless it `is_whole`, sources and servers are
+    counted by their conditions. Noise changes all the time: when servers were checked, and single rollouts."""
+    from flywheel.daemon.status import servers
+
+    recent, langfuse, letters = status["recent_verdicts"], status["langfuse"], status["dead_letters"]
+    pid, missing, cron, left_out = status["daemon"]["pid"], status["no_state"], status["next_cron_times"], []
+    if is_whole:
+        sources = [("source", source_text(source)) for source in status["sources"]]
+        of_servers = [("server", _server(server, with_noise=with_noise)) for server in servers(status)]
+        left_out = [f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}" for each in status["left_out"]]
     else:
-        of_sources = (
-            (source.condition or "not read yet") if source.configured else "not in the configuration"
-            for source in status.sources
+        states = (
+            (each["condition"] or "not read yet") if each["configured"] else "not in the configuration"
+            for each in status["sources"]
         )
-        sources = [("sources", _conditions(of_sources))]
-        servers = [("servers", _conditions(server.condition or _UNCHECKED for server in status.servers))]
+        sources = [("sources", _conditions(Counter(states)))]
+        of_servers = [("servers", _conditions(Counter(each["condition"] or _UNCHECKED for each in servers(status))))]
     facts: list[Fact] = [
-        *(("WARNING", text) for text in status.warnings),
-        ("daemon", f"running (process {status.daemon.pid})" if status.daemon.pid else "not running"),
-        ("state", missing or short_path(status.state_dir)),
+        *(("WARNING", text) for text in status["warnings"]),
+        ("daemon", f"running (process {pid})" if pid else "not running"),
+        ("state", missing or short_path(status["state_dir"])),
         *sources,
-        ("replies", counted(status.replies) or "none yet"),
-        ("skipped", counted(status.skipped) or "none"),
-        ("tasks", counted(status.tasks) or "none yet"),
+        ("replies", counted(status["replies"]) or "none yet"),
+        ("skipped", counted(status["skipped"]) or "none"),
+        ("tasks", counted(status["tasks"]) or "none yet"),
+        ("prompts", _prompts(status["prompts"])),
+        *([("verdicts", f"last {recent.judged:,}: {recent.accepted:,} accepted")] if recent.judged else ()),
+        *([("verdicts", f"rejected by {counted(recent.rejected_by)}")] if recent.rejected_by else ()),
+        *(fact for target in status["targets"].items() for fact in _of_target(*target, is_whole=is_whole)),
+        *(("excluded", text) for text in left_out),
+        ("judge", _judge(status["judge"])),
+        *(("failing", _failing(name, each)) for name, each in status["stages"].items() if each.failing_since),
+        *of_servers,
     ]
-    if form != "counts":
-        facts.append(("prompts", _prompts(status.prompts)))
-    if recent.judged:
-        facts.append(("verdicts", f"last {recent.judged:,}: {recent.accepted:,} accepted"))
-        if recent.rejected_by:
-            facts.append(("verdicts", f"rejected by {counted(recent.rejected_by)}"))
+    if langfuse is not None:
+        counts = f"{quantity(langfuse['sent'], 'score')} sent, {langfuse['refused']:,} refused"
+        untraced = f"{quantity(langfuse['untraced'], 'reply', 'replies')} without a trace of OpenTelemetry"
+        facts.append(("langfuse", f"{langfuse['server']}: {counts}, {untraced}"))
     facts += [
-        *(("samples", text) for text in (_sample_counts if form == "counts" else _samples)(status)),
-        *excluded,
-        ("judge", _judge(status.judge)),
-        *(("failing", _failing(name, each)) for name, each in status.stages.items() if each.failing_since),
-        *(
-            ("deployed", f"{own.deployment.alias} → {own.deployment.adapter or 'the base model'}")
-            for own in status.targets.values()
-        ),
-        *(("watched", _watched(own.watch)) for own in status.targets.values() if own.watch is not None),
-        *servers,
-    ]
-    facts += [
-        ("round", f"{_named(each)}: passed, waits for {each.waits_for}{_until(each.waits_until)}")
-        for each in status.rounds
-        if each.waits_for
-    ]
-    if live is not None:
-        facts.append(("round", f"{_named(live)}: {live.progress.summary if live.progress else live.state}"))
-    if (sent := status.langfuse) is not None:
-        counts = f"{quantity(sent.sent, 'score')} sent, {sent.refused:,} refused"
-        untraced = f"{quantity(sent.untraced, 'reply', 'replies')} without a trace of OpenTelemetry"
-        facts.append(("langfuse", f"{sent.server}: {counts}, {untraced}"))
-    if status.next_cron_times:
-        facts.append(("cron", f"next at {', '.join(f'{moment(at)} UTC' for at in status.next_cron_times)}"))
-    facts += [
-        ("waiting", status.waiting_for or "–"),
+        *([("cron", f"next at {', '.join(f'{moment(at)} UTC' for at in cron)}")] if cron else ()),
+        ("waiting", status["waiting_for"] or "–"),
         ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),
-        ("ledger", "–" if missing else "balanced" if status.balanced else "NOT balanced: run `flywheel audit`"),
+        ("ledger", "–" if missing else "balanced" if status["balanced"] else "NOT balanced: run `flywheel audit`"),
+        *_rounds(status, most, with_noise=with_noise),
     ]
     return [(name, escape_terminal(text)) for name, text in facts]
 
 
-def _until(at: str | None) -> str:
-    return f" until {moment(at)} UTC" if at else ""
+def _conditions(counts: Counter[str]) -> str:
+    return f"{counts.total()}: {counted(counts)}"
 
 
-def _source_line(source: SourceStatus) -> str:
-    counts = f"{quantity(source.replies, 'reply', 'replies')}, {quantity(source.tasks, 'task')}"
-    if source.private_traces:
-        counts += f", {quantity(source.private_traces, 'private trace')} not stored"
-    return f"{short_path(source.path)}: {source_condition(asdict(source))}, {counts}"
+def _of_target(name: str, own: Facts, *, is_whole: bool) -> Iterator[Fact]:
+    """Samples, gate and deployment of a target."""
+    of = f"{name}: " if name else ""
+    gate, deployed, watch = own["gate"], own["deployment"], own["watch"]
+    samples = f"{own['free_samples']} free of {own['min_samples']} needed, {own['held_out']} held out for the gate"
+    if gate["missing"]:
+        samples += f" ({quantity(gate['conversations'], 'conversation')}, {gate['missing']} more needed)"
+    waiting = (f"{number:,} {why}" for why, number in own["waiting_samples"].items())
+    yield "samples", of + "; ".join(filter(None, (samples, own["new_samples"]["wait"], *waiting)))
+    if is_whole and gate["shortfall"]:
+        yield "gate", of + gate["shortfall"]
+    yield "deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"
+    if watch is not None:
+        yield "watched", _watched(watch)
 
 
 def _failing(name: str, stage: StageRecord) -> str:
@@ -241,47 +201,30 @@ def _failing(name: str, stage: StageRecord) -> str:
     return f"{name} since {moment(stage.failing_since)} UTC{again}\n{stage.error}"
 
 
-def _watched(watch: WatchStatus) -> str:
+def _watched(watch: Facts) -> str:
     """Both versions while a promotion is watched, and what would have been noticed."""
-    share = f"{watch.adapter or 'the base model'} has {percent(watch.share)} since {moment(watch.since)} UTC"
-    return f"{share}: {watch.figures.summary}\n{watch.figures.noticeable}"
+    figures, adapter = watch["figures"], watch["adapter"] or "the base model"
+    share = f"{adapter} has {percent(watch['share'])} since {moment(watch['since'])} UTC"
+    return f"{share}: {figures.summary}\n{figures.noticeable}"
 
 
-_UNCHECKED: Final = "not checked yet (requires `flywheel run`)"
+def _server(server: Facts, *, with_noise: bool) -> str:
+    """What it serves, since when, when it was checked, its error, and what was pulled from its call log."""
+    parts = [server["condition"] or _UNCHECKED]
+    if server["condition"]:
+        parts += [f"serves {server['serves']}"] if server["serves"] else []
+        times = ("since", server["since"]), ("checked", server["looked_at"] if with_noise else None)
+        parts += [f"{name} {moment(at)} UTC" for name, at in times if at]
+    return "\n".join(filter(None, (server["url"], ", ".join(parts), server["error"], _calls(server["calls"]))))
 
 
-def _serves(server: ServerStatus) -> str:
-    if not server.condition:
-        return _UNCHECKED
-    return f"{server.condition}, serves {server.serves}" if server.serves else server.condition
-
-
-def _server_text(server: ServerStatus) -> str:
-    """An inference server: what it serves, since when, when it was checked, and its error."""
-    times = (("since", server.since), ("checked", server.looked_at))
-    moments = [f"{name} {moment(at)} UTC" for name, at in times if server.condition and at]
-    lines = (server.url, ", ".join((_serves(server), *moments)), server.error, _calls(server.calls))
-    return "\n".join(filter(None, lines))
-
-
-def _calls(calls: CallsStatus) -> str:
+def _calls(calls: Facts) -> str:
     """What was pulled from a server's call log, and what is missing; empty before it was asked."""
-    if not calls.condition:
-        return ""
-    if calls.condition == "off":
-        return "calls: not recorded (serving.call_log)"
-    parts = [f"{calls.calls:,} pulled"]
-    if calls.condition != "ok":
-        parts.append(f"{calls.condition} now")
-    if calls.missed:
-        parts.append(f"{calls.missed:,} were pruned before")
-    if calls.dropped:
-        parts.append(f"{calls.dropped:,} could not be recorded")
-    if calls.refused:
-        parts.append(f"{calls.refused:,} were not to be recorded")
-    if calls.to_erase:
-        parts.append(f"{calls.to_erase:,} to be erased there")
-    return f"calls: {', '.join(parts)}"
+    if calls["condition"] in ("", "off"):
+        return "calls: not recorded (serving.call_log)" if calls["condition"] else ""
+    now = [f"{calls['condition']} now"] if calls["condition"] != "ok" else []
+    missing = [f"{calls[key]:,} {words}" for key, words in MISSING_CALLS.items() if calls[key]]
+    return ", ".join([f"calls: {calls['calls']:,} pulled", *now, *missing])
 
 
 def _prompts(prompts: PromptCounts) -> str:
@@ -289,108 +232,40 @@ def _prompts(prompts: PromptCounts) -> str:
     if not prompts.tasks:
         return "none yet"
     text = f"{prompts.exact:,} of {prompts.tasks:,} exact ({prompts.exact / prompts.tasks:.0%})"
-    reasons = [f"{number:,} {_EXCLUDED[reason]}" for reason, number in prompts.inexact.items()]
-    return "; ".join([text, *reasons])
+    return "; ".join(filter(None, (text, counted(prompts.inexact))))
 
 
-def _conditions(conditions: Iterable[str]) -> str:
-    counts = Counter(conditions)
-    return f"{counts.total()}: {counted(counts)}"
-
-
-def _judge(judge: JudgeStatus) -> str:
+def _judge(judge: Facts) -> str:
     """Its usage in all and by purpose."""
-    from flywheel.cli.tables import spent
-
-    usage = asdict(judge.usage)
-    lines = [spent(usage, 0, asdict(judge.usage.cost) if judge.usage.cost else None)]
+    usage = judge["usage"]
     parts = [
-        f"{purpose} {quantity(used.calls, 'call')}, {used.prompt_tokens + used.completion_tokens:,} tokens"
-        + (f", {money(asdict(used.cost))}" if used.cost is not None else "")
-        for purpose, used in judge.by_purpose.items()
-        if used.calls
+        f"{purpose} {quantity(used['calls'], 'call')}, {used['prompt_tokens'] + used['completion_tokens']:,} tokens"
+        + (f", {money(used['cost'])}" if used["cost"] is not None else "")
+        for purpose, used in judge["by_purpose"].items()
+        if used["calls"]
     ]
-    if len(parts) > 1:
-        lines.append("; ".join(parts))
-    return "\n".join(lines)
+    return "\n".join([spent(usage, 0, usage["cost"]), *(["; ".join(parts)] if parts[1:] else ())])
 
 
-def _of(target: str, text: str) -> str:
-    """A text about a target; without targets, as it is."""
-    return f"{target}: {text}" if target else text
-
-
-def _named(entry: RoundStatus) -> str:
-    """A round, with its target if there are several."""
-    return f"{entry.round} ({entry.target})" if entry.target else entry.round
-
-
-def _sample_count(own: TargetStatus, purpose: str = " for the gate") -> str:
-    text = f"{own.free_samples} free of {own.min_samples} needed, {own.held_out} held out{purpose}"
-    conversations = quantity(own.gate.conversations, "conversation")
-    return f"{text} ({conversations}, {own.gate.missing} more needed)" if own.gate.missing else text
-
-
-def _sample_counts(status: Status) -> list[str]:
-    """The same in one line each."""
-    return [_of(name, _sample_count(own, "")) for name, own in status.targets.items()]
-
-
-def _samples(status: Status) -> list[str]:
-    """Counts of each target, why samples wait, and why tasks are excluded from rounds."""
-    texts = []
-    for name, own in status.targets.items():
-        waiting = [f"{number:,} {why}" for why, number in own.waiting_samples.items()]
-        texts.append(_of(name, "; ".join(filter(None, (_sample_count(own), own.new_samples.wait, *waiting)))))
-    excluded = "; ".join(f"{each.tasks:,} excluded ({_EXCLUDED[each.reason]})" for each in status.left_out)
-    if excluded and len(texts) == 1:
-        return [f"{texts[0]}; {excluded}"]
-    return [*texts, excluded] if excluded else texts
-
-
-_EXCLUDED: Final = {
-    "image": "image input",
-    "hidden": "hidden message",
-    "inexact": "inexact prompt",
-    "tools": "tools",
-    "uncalled": "no tool called",
-    "unrecorded": "no tool result recorded",
-    "undefined": "no tool definitions in the trace",
-    "model": "other model",
-    "target": "agent of no target",
-    "repeated": "repeated in training",
-}
-"""Why rounds exclude tasks, by `flywheel.records.exclusion.Exclusion`."""
-
-
-def _rounds(status: Status) -> Iterator[tuple[str, ...]]:
-    for entry in status.rounds:
-        means, first, last = entry.comparison, entry.reward_first, entry.reward_last
-        score = f"{means.deployed_mean:.2f} → {means.candidate_mean:.2f}" if means is not None else "–"
-        reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
-        why = entry.reason or entry.trigger
-        yield tuple(escape_terminal(text) for text in (_named(entry), entry.state, reward, score, why))
-
-
-def _with_rounds(facts: list[Fact], status: Status, most: int, width: int) -> RenderableType:
-    """The facts and the newest rounds: in a table, or as facts on a narrow terminal."""
-    from rich.console import Group
-
-    rounds = list(islice(_rounds(status), most))
-    if rounds and width >= WIDE:
-        rows = [Row(row[:-1], row[-1:]) for row in rounds]
-        return Group(facts_grid(facts), "", rows_table(ROUND_COLUMNS, rows, fold=ROUND_COLUMNS))
-    return facts_grid([*facts, *map(_round_fact, rounds)])
-
-
-def _round_fact(row: tuple[str, ...]) -> Fact:
-    name, state, *figures, why = row
-    shown = [
-        f"{column} {figure}" for column, figure in zip(ROUND_COLUMNS[2:], figures, strict=False) if figure != "–"
-    ]
-    return name, "\n".join(filter(None, (", ".join([state, *shown]), why)))
-
-
-def _text(status: Status) -> str:
-    rounds = (ROUND_COLUMNS, *_rounds(status)) if status.rounds else ()
-    return "\n".join([facts_text(_facts(status)), *("\t".join(row) for row in rounds)])
+def _rounds(status: Facts, most: int | None, *, with_noise: bool) -> Iterator[Fact]:
+    """The newest rounds, at most so many, and those that run or wait."""
+    live = status["live_round"] or {"round": "", "progress": None}
+    progress = live["progress"]
+    if progress is not None and not with_noise:
+        progress = progress.model_copy(update={"rollouts": 0, "tokens_per_second": None, "seconds_left": None})
+    older = 0 if most is None else len(status["rounds"]) - most
+    for number, entry in enumerate(status["rounds"]):
+        is_live, waits = entry["round"] == live["round"], entry.get("waits_for")
+        if number < older and not is_live and not waits:
+            continue
+        first, last, means = entry["reward_first"], entry["reward_last"], entry["comparison"]
+        parts = [progress.summary if is_live and progress is not None else entry["state"]]
+        if waits:
+            until = f" until {moment(entry['waits_until'])} UTC" if "waits_until" in entry else ""
+            parts.append(f"waits for {waits}{until}")
+        if first is not None and last is not None and not is_live:
+            parts.append(f"reward {first:.2f} → {last:.2f}")
+        if means is not None:
+            parts.append(f"held-out score {means.deployed_mean:.2f} → {means.candidate_mean:.2f}")
+        name = f"{entry['round']} ({entry['target']})" if "target" in entry else entry["round"]
+        yield name, f"{', '.join(parts)}\n{entry['reason'] or entry['trigger']}"

@@ -62,7 +62,7 @@ def short_path(path: Path | str) -> str:
     return str(Path("~", *path.relative_to(home).parts)) if is_below else str(path)
 
 
-def counted(counts: Mapping[str, int]) -> str:
+def counted(counts: Mapping[Any, int]) -> str:
     """Every count that is not zero, the largest first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{number:,} {name}" for name, number in ranked if number)

@@ -153,9 +153,9 @@ async def _run(ready: StageRound, *, quiet: bool) -> TuneResult:
 
 
 def _report(ready: StageRound, made: TuneResult) -> dict[str, Any]:
-    from flywheel.daemon.status import metrics_of
+    from flywheel.training.data.round_progress import read_steps
 
-    steps = [line for line in metrics_of(made.directory) if line.get("event") == "step"]
+    steps = read_steps(made.directory)
 
     def first_and_last(name: str) -> list[float]:
         values = [line[name] for line in steps if line.get(name) is not None]

@@ -14,13 +14,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Row
 
 from flywheel.config.export import LangfuseSettings
-from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, STORED_AFTER, Target
+from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, Target
 from flywheel.errors import NotifyError
 from flywheel.judge.annotations import OWN_SCORES
 from flywheel.records.verdict import Outcome
@@ -30,6 +30,9 @@ from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.reply_names import run_of
 from flywheel.store.stages import Pass
+
+if TYPE_CHECKING:
+    import httpx2
 
 log = logging.getLogger(__name__)
 
@@ -52,49 +55,37 @@ class LangfuseExport(Target):
         self._attempted = f"send scores to Langfuse at {settings.server}"
         self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0}
         self._counts = Counter[str]()
-        self._waiting: list[int] = []
-        """Numbers of the replies whose scores are to be sent. No text is kept: it may be erased before it is sent."""
+        """What was sent behind the stored position. No text is kept: it may be erased before it is sent again."""
         self._done: set[str] = set()
-        """Scores of the first of them that were sent, by their ids."""
-        self._position = 0
+        """The ids of the scores that were sent behind the stored position."""
 
     async def begin(self) -> None:
         if known := await self._store.read(database.noted, self._settings.note_key):
             self._note = json.loads(known)
         else:
-            await self._keep(event=await self._store.read(notices.newest_event))
-        self._position = self._note["event"]
+            await self._keep(await self._store.read(notices.newest_event))
 
     async def deliver(self) -> Pass:
         result = Pass.IDLE
-        while await self._has_next():
-            await self._send_all()
-            await self._keep_position()
-            result = Pass.WORKED
-        return result
+        while True:
+            found, end = await self._store.read(scores.judged_after, self._note["event"], EVENTS_AT_ONCE)
+            if end == self._note["event"]:
+                return result
+            traced = [reply.id for reply, _ in found if _TRACE.fullmatch(reply.trace_id)]
+            if traced:
+                await self._send_all(traced)
+                result = Pass.WORKED
+            self._counts["untraced"] += len(found) - len(traced)
+            await self._keep(end)
 
-    async def _has_next(self) -> bool:
-        """Find the next replies whose scores are to be sent, unless some are waiting."""
-        while not self._waiting:
-            found, end = await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
-            if end == self._position:
-                return False
-            self._position = end
-            self._waiting = [reply.id for reply, _ in found if _TRACE.fullmatch(reply.trace_id)]
-            self._counts["untraced"] += len(found) - len(self._waiting)
-            if not self._waiting and (self._counts.total() or end - self._note["event"] > STORED_AFTER):
-                await self._keep_position()
-        return True
-
-    async def _keep_position(self) -> None:
+    async def _keep(self, event: int) -> None:
+        """Store that all is sent up to this event."""
         counts = {name: self._note[name] + number for name, number in self._counts.items()}
-        await self._keep(event=self._position, **counts)
+        note = self._note | {"event": event, **counts}
+        await self._store.write(database.note, self._settings.note_key, json.dumps(note))
+        self._note = note
         self._counts.clear()
-
-    async def _keep(self, **changes: Any) -> None:
-        if (note := self._note | changes) != self._note:
-            await self._store.write(database.note, self._settings.note_key, json.dumps(note))
-            self._note = note
+        self._done.clear()
 
     def _scores(self, reply: Row[Any], verdict: Row[Any]) -> Iterator[dict[str, Any]]:
         """The scores of a reply, as Langfuse takes them."""
@@ -119,22 +110,17 @@ class LangfuseExport(Target):
         for each in verdict.results:
             yield score(f"criteria.{each['criterion']}", each["value"], each["reason"])
 
-    async def _next_score(self) -> dict[str, Any] | None:
-        """The next score to send, from the state as it is now; None without one."""
-        while self._waiting:
-            found = await self._store.read(scores.of_reply, self._waiting[0])
-            for score in self._scores(*found) if found is not None else ():
-                if score["id"] not in self._done:
-                    return score
-            del self._waiting[0]
-            self._done.clear()
-        return None
+    async def _next_score(self, number: int) -> dict[str, Any] | None:
+        """The next score of this reply to send, from the state as it is now; None without one."""
+        found = await self._store.read(scores.of_reply, number)
+        unsent = (score for score in self._scores(*found) if score["id"] not in self._done) if found else ()
+        return next(iter(unsent), None)
 
-    async def _send_all(self) -> None:
-        """Send what waits, in its order. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
+    async def _send_all(self, replies: Iterable[int]) -> None:
+        """Send the scores of these replies. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
         import httpx2
 
-        from flywheel.system.http_client import async_client, parse_retry_after
+        from flywheel.system.http_client import async_client
 
         keys = self._settings.keys
         if missing := [name for name, key in keys.items() if not key]:
@@ -146,23 +132,30 @@ class LangfuseExport(Target):
         except ValueError as error:
             raise self._failure(str(error)) from None
         async with client:
-            while (score := await self._next_score()) is not None:
-                content = redact_secrets(json.dumps(score).encode())
-                try:
-                    answer = await client.post(PATH, content=content, headers=HEADERS, auth=(public, secret))
-                except (httpx2.HTTPError, OSError, ValueError) as error:
-                    raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
-                if answer.status_code in REFUSED:
-                    why = " ".join(redact_secrets(answer.text).split())[:300]
-                    log.warning("Langfuse refused %s of trace %s: %s", score["name"], score["traceId"], why)
-                elif answer.status_code in (401, 403):
-                    hint = f"Check the keys of the project in ${' and $'.join(keys)}."
-                    raise self._failure(f"it refuses the keys ({answer.status_code})", hint)
-                elif not answer.is_success:
-                    after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
-                    raise self._failure(f"it answered {answer.status_code}", at_least=after)
-                self._counts["refused" if answer.status_code in REFUSED else "sent"] += 1
-                self._done.add(score["id"])
+            for number in replies:
+                while (score := await self._next_score(number)) is not None:
+                    content = redact_secrets(json.dumps(score).encode())
+                    try:
+                        answer = await client.post(PATH, content=content, headers=HEADERS, auth=(public, secret))
+                    except (httpx2.HTTPError, OSError, ValueError) as error:
+                        raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
+                    self._check(answer, score)
+
+    def _check(self, answer: httpx2.Response, score: dict[str, Any]) -> None:
+        """Count an answer. Raises NotifyError if the score is to be sent again."""
+        from flywheel.system.http_client import parse_retry_after
+
+        if is_refused := answer.status_code in REFUSED:
+            why = " ".join(redact_secrets(answer.text).split())[:300]
+            log.warning("Langfuse refused %s of trace %s: %s", score["name"], score["traceId"], why)
+        elif answer.status_code in (401, 403):
+            hint = f"Check the keys of the project in ${' and $'.join(self._settings.keys)}."
+            raise self._failure(f"it refuses the keys ({answer.status_code})", hint)
+        elif not answer.is_success:
+            after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
+            raise self._failure(f"it answered {answer.status_code}", at_least=after)
+        self._counts["refused" if is_refused else "sent"] += 1
+        self._done.add(score["id"])
 
     def _failure(
         self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0

@@ -28,7 +28,7 @@ from flywheel.system.server_limits import (
 from flywheel.system.web_server import BackgroundServer, bearer_token, bound_socket, check_token
 
 if TYPE_CHECKING:
-    from flywheel.daemon.status import Status
+    from flywheel.daemon.status import Facts
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class MetricsServer:
     def __init__(
         self,
         settings: DaemonSettings,
-        snapshot: Callable[[], Awaitable[Status]],
+        snapshot: Callable[[], Awaitable[Facts]],
         unhealthy: Callable[[], str],
         unready: Callable[[], str],
         concern: Callable[[], str] = str,

@@ -157,24 +157,13 @@ def _doubts(old: ArmFigures, new: ArmFigures, share: float) -> dict[str, str]:
     return found
 
 
-class WatchStatus(Struct, frozen=True):
-    """A watch that has not ended: `adapter` gets `share` of the conversations, `other` the rest; None is the base
-    model."""
-
-    adapter: str | None
-    other: str | None
-    share: float
-    since: str
-    state: str
-    figures: WatchFigures
-
-
-def watch_status(conn: Connection, alias: str) -> WatchStatus | None:
-    """The watch of an alias; None without one."""
+def watch_status(conn: Connection, alias: str) -> dict[str, Any] | None:
+    """The watch of an alias that has not ended, by the keys of `status --json`; None without one. `adapter` gets
+    `share` of the conversations, `other` the rest; None is the base model."""
     if (watch := watches.current(conn, alias)) is None:
         return None
-    figures = last_figures(conn, watch) or figures_of(conn, watch)
-    return WatchStatus(watch.adapter, watch.other, watch.share, watch.created_at, watch.state, figures)
+    known = {name: watch._mapping[name] for name in ("adapter", "other", "share", "state")}
+    return known | {"since": watch.created_at, "figures": last_figures(conn, watch) or figures_of(conn, watch)}
 
 
 def last_figures(conn: Connection, watch: Row[Any]) -> WatchFigures | None:

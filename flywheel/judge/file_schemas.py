@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from flywheel.config.file import Config
+from flywheel.config.section import Section
 from flywheel.judge.filters.chain import FILTERS, ChainFile
 from flywheel.judge.rubric.criterion import Criterion
 from flywheel.judge.rubric.rubric import KINDS, MODEL_TYPE, Rubric
@@ -28,15 +34,40 @@ def config_schema() -> dict[str, Any]:
 def described(model: type[BaseModel], title: str) -> dict[str, Any]:
     """The schema of a model without what pydantic adds: titles, and defaults of sections, which have their own."""
     schema = model.model_json_schema()
-    for definition in (schema, *schema.get("$defs", {}).values()):
+    sections = {each.__name__: each for each in _sections(Section)}
+    for name, definition in ((model.__name__, schema), *schema.get("$defs", {}).items()):
         definition.pop("title", None)
-        for part in definition.get("properties", {}).values():
+        said = docstrings(sections[name]) if name in sections else {}
+        for key, each in definition.get("properties", {}).items():
+            found = each | ({"description": said[key]} if key in said else {})
+            part = definition["properties"][key] = dict(sorted(found.items()))
             part.pop("title", None)
             if part.get("default", ...) is None or "$ref" in part:
                 part.pop("default", None)
             if "description" in part:
                 part["description"] = " ".join(part["description"].split())
     return {"$schema": DIALECT, "title": title, **schema}
+
+
+def docstrings(section: type[Section]) -> dict[str, str]:
+    """What is said of the fields of a section and its bases. Reading this from the source takes as long as importing
+    the configuration does otherwise, so pydantic does not do it at each start."""
+    found = {}
+    for base in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match text:
+                    case ast.Expr(ast.Constant(str(said))):
+                        found[field.target.id] = said
+    return found
+
+
+def _sections(section: type[Section]) -> Iterator[type[Section]]:
+    yield section
+    for each in section.__subclasses__():
+        yield from _sections(each)
 
 
 def filters_schema() -> dict[str, Any]:

@@ -32,7 +32,7 @@ LOG_FILE = "worker.log"
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class RoundTask(Frozen):

@@ -461,6 +461,7 @@ def adapter_ref(conn: Connection, name: str | None) -> AdapterRef | None:
     return AdapterRef(name=row.name, path=row.path, sha256=row.sha256) if row else None
 
 
-def count(conn: Connection, state: RoundState) -> int:
-    """How many rounds are in a state."""
-    return count_rows(conn, rounds, rounds.c.state == state.value)
+def count_by_state(conn: Connection) -> dict[str, int]:
+    """How many rounds are in each state."""
+    found = conn.execute(select(rounds.c.state, func.count()).group_by(rounds.c.state)).all()
+    return dict.fromkeys(map(str, RoundState), 0) | dict(map(tuple, found))

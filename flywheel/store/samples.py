@@ -324,8 +324,11 @@ def count_prompts(conn: Connection) -> PromptCounts:
     """How many tasks have an exact prompt, and why the others have none."""
     total = exact = 0
     found: Counter[Exclusion] = Counter()
-    query = select(tasks.c.excluded, func.count()).where(tasks.c.state.not_in(ABSENT))
-    for text, number in conn.execute(query.group_by(tasks.c.excluded)):
+    # In the order of an index: sorting a hundred thousand rows takes as long as all else here.
+    columns = tasks.c.state, tasks.c.split, tasks.c.excluded
+    for state, _, text, number in conn.execute(select(*columns, func.count()).group_by(*columns)):
+        if state in ABSENT:
+            continue
         reasons = INEXACT_PROMPT.intersection(exclusion.parsed(text))
         found.update(dict.fromkeys(reasons, number))
         total += number

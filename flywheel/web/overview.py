@@ -19,7 +19,7 @@ from flywheel.web.figures import Figures
 from flywheel.web.site import site_of
 
 if TYPE_CHECKING:
-    from flywheel.daemon.status import Status
+    from flywheel.daemon.status import Facts
 
 PERIODS: Final = 30
 SWAPS: Final = 50
@@ -39,7 +39,7 @@ async def show(request: Request) -> Response:
 
 def overview(conn: Connection, config: Config) -> dict[str, Any]:
     # Imported here: it takes longer than the rest of the pages.
-    from flywheel.daemon.status import snapshot
+    from flywheel.daemon.status import servers, snapshot
 
     total, by_source, by_agent = acceptance.funnels(conn, config.takes.train)
     active = (DeploymentState.ACTIVE, DeploymentState.DRAINING, DeploymentState.RETIRED)
@@ -54,6 +54,7 @@ def overview(conn: Connection, config: Config) -> dict[str, Any]:
     periods = acceptance.over_time(conn, config.models_of(None), PERIODS)
     return {
         "now": now,
+        "servers": servers(now),
         "total": total,
         "by_source": _most(by_source),
         "by_agent": _most(by_agent),
@@ -72,17 +73,14 @@ def overview(conn: Connection, config: Config) -> dict[str, Any]:
     }
 
 
-def _not_yet(now: Status) -> str:
+def _not_yet(now: Facts) -> str:
     """Why no round starts, before the daemon has said so."""
-    for own in now.targets.values():
-        if own.free_samples >= own.min_samples and not own.gate.shortfall:
+    reasons = {}
+    for name, own in now["targets"].items():
+        free, needed = own["free_samples"], own["min_samples"]
+        if not (reason := f"{free:,} of {needed:,} samples are free" if free < needed else own["gate"]["shortfall"]):
             return "A round can start: flywheel run plans it."
-    reasons = {
-        name: f"{own.free_samples:,} of {own.min_samples:,} samples are free"
-        if own.free_samples < own.min_samples
-        else own.gate.shortfall
-        for name, own in now.targets.items()
-    }
+        reasons[name] = reason
     said = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
     return f"No round starts now: {said}."
 

@@ -134,8 +134,8 @@ async def test_a_source_that_a_defect_stops_says_so(
     store, report = await ingested(config)
     assert report.error is not None, "the command fails without a traceback"
     assert "a defect of Flywheel stopped it (OverflowError)" in str(report.error)
-    [source] = (await store.read(snapshot, config)).sources
-    assert (source.condition, source.error) == ("defect", str(report.error))
+    [source] = (await store.read(snapshot, config))["sources"]
+    assert (source["condition"], source["error"]) == ("defect", str(report.error))
 
     await store.close()
 
@@ -149,8 +149,8 @@ async def test_a_source_that_a_defect_stops_says_so(
         await until(lambda: not service._sources.concern(), "the next pass")
         assert (await client.get("/healthz")).text == "ok\n"
     store = await Store.open(config.state_dir)
-    [source] = (await store.read(snapshot, config)).sources
-    assert (source.condition, source.tasks) == ("ok", 1)
+    [source] = (await store.read(snapshot, config))["sources"]
+    assert (source["condition"], source["tasks"]) == ("ok", 1)
     await store.close()
     tracebacks = [record for record in caplog.records if record.exc_info and "OverflowError" in record.getMessage()]
     assert len(tracebacks) <= 2, "of the command and of the daemon, not of each pass"

@@ -57,7 +57,7 @@ def test_status_says_why_and_what_to_do(flywheel: Run, ingested: Path) -> None:
     # Those of the other model are no part of what the base model's acceptance is made of.
     assert [(each["adapter"], each["other"]) for each in state["by_adapter"]] == [("", 40)]
     told = " ".join(flywheel("status").out.split())
-    assert "20 of 46 exact (43%); 26 hidden message" in told
+    assert "20 of 46 exact (43%); 26 hidden" in told
     assert "26 tasks: the model was sent a message that the trace does not show" in told
     assert "Agent(…, injection_config=InjectionConfig(inject_runtime_state=False))" in told
     assert "helper-model 6" in told

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from flywheel.cli import status as status_command
 from flywheel.config.file import load
-from flywheel.daemon.status import Status, snapshot
+from flywheel.daemon.status import Facts, snapshot
 from flywheel.judge.usage import today
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.store.kernel.database import read_once
@@ -31,7 +31,6 @@ from tests.cli.terminal import COMMANDS, EVIL
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import write_config
 from tests.factories.documented_json import compare, documented
-from tests.factories.metrics import by, parsed
 from tests.factories.rollout import STEPS, rollout
 from tests.factories.state import write_state
 from tests.factories.trace import on_both_sides
@@ -100,8 +99,8 @@ def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
 
 @pytest.mark.slow
 def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, work: Work) -> None:
-    first = '{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}'
-    second = '{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
+    first = '{"event": "step", "step": 1, "reward_mean": null, "reward_std": null, "undecided": 8}'
+    second = '{"event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
     refused = '{"round_id": "debug", "outcome": "refused", "reason": "no spread"}'
     work(f"printf '%s\\n' '{first}' '{second}' > $3/metrics.jsonl; echo '{refused}' > $3/result.json")
     ran = flywheel("round", "--debug", "-c", config)
@@ -112,7 +111,8 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
 
 
 DEBUG = (
-    'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
+    'echo \'{"event": "step", "step": 1, '
+    '"reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
     'cp -R rollouts "$3/rollouts"\n'
     'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
 )
@@ -253,41 +253,22 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
         assert (progress["phase"], progress["step"], progress["steps"]) == ("training", 2, 5)
         assert (live["round"], live["steps"], live["reward_first"], live["reward_last"]) == ("r0001", 2, 0.25, 0.5)
 
-        assert f"round         r0001: {TOLD}\n" in flywheel("status", "-c", config).out
+        assert re.search(rf"^r0001 +{re.escape(TOLD)}$", flywheel("status", "-c", config).out, re.M)
 
-        metrics = parsed(flywheel("status", "--metrics", "-c", config).out)
-        assert by(metrics["flywheel_live_round_phase"], "round", "phase") == {"r0001 training": 1}
-        found = {
-            name.removeprefix("flywheel_live_round_"): samples[0].value
-            for name, samples in metrics.items()
-            if name.startswith("flywheel_live_round_") and not name.endswith("phase") and samples
-        }
-        assert found == {
-            "step": 2,
-            "steps": 5,
-            "reward": 0.5,
-            "rollouts": 40,
-            "rollouts_planned": 64,
-            "tokens_per_second": 812,
-            "left_seconds": 125,
-            "paused": 0,
-            **{name: MEASURED[name] for name in ("reward_std", "loss", "grad_norm", "kl", "entropy", "logprob_gap")},
-            "completion_tokens_mean": 120.5,
-        }
         assert live["measured"] == {name: value for name, value in MEASURED.items() if isinstance(value, float)}
 
         # A pipe is told of each step, and not of each rollout.
         settings = load(config)
         status = asyncio.run(read_once(settings.state_dir, snapshot, settings))
 
-        def moved(rollouts: int, step: int) -> Status:
-            assert status.live_round is not None and status.live_round.progress is not None
-            now = status.live_round.progress.model_copy(update={"rollouts": rollouts, "step": step})
-            return replace(status, live_round=replace(status.live_round, progress=now))
+        def moved(rollouts: int, step: int) -> Facts:
+            live = status["live_round"]
+            now = live["progress"].model_copy(update={"rollouts": rollouts, "step": step})
+            return status | {"live_round": live | {"progress": now}}
 
         looks = iter([moved(40, 2), moved(50, 2), moved(3, 3)])
 
-        def look() -> Status:
+        def look() -> Facts:
             try:
                 return next(looks)
             except StopIteration:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flywheel.cli.status import _calls
-from flywheel.daemon.status import CallsStatus
 from flywheel.records.states import Split
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
@@ -72,5 +71,5 @@ def test_a_task_file_that_another_program_has_cut_is_told(bench: Bench, command:
 
 
 def test_calls_that_were_refused_or_are_to_be_erased_are_shown() -> None:
-    calls = CallsStatus("ok", "", calls=7, missed=0, dropped=0, refused=1_200, to_erase=3)
+    calls = {"condition": "ok", "calls": 7, "missed": 0, "dropped": 0, "refused": 1_200, "to_erase": 3}
     assert _calls(calls) == "calls: 7 pulled, 1,200 were not to be recorded, 3 to be erased there"

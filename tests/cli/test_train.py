@@ -55,7 +55,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     made = tmp_path / "out.round" / "adapter"
     adapter = AdapterRef(name="sft", path=str(made), sha256="0")
     result = RoundResult(round_id="sft", outcome="trained", adapter=adapter, steps=3).model_dump_json()
-    measured = [{"event": "step", "loss": loss, "held_out_loss": loss + 1} for loss in (2.0, 1.5)]
+    measured = [{"event": "step", "step": 1, "loss": loss, "held_out_loss": loss + 1} for loss in (2.0, 1.5)]
     metrics = "\n".join(map(json.dumps, measured))
     files = f"echo x > $3/adapter/weights; echo '{metrics}' > $3/metrics.jsonl"
     work(f"mkdir $3/adapter; {files}\necho '{result}' > $3/result.json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Connection
 
 from flywheel.daemon.watch_figures import figures_of
@@ -59,20 +58,6 @@ def test_status_shows_both_versions_and_what_could_be_noticed(flywheel: Run, con
     assert new["reasons"] == {"rejected": 2, "the client did not wait for the end": 2}
     assert old["median_delay_seconds"] == 60.0
     assert own["figures"]["untested"] == 1
-
-
-def test_metrics_count_conversations_by_version(flywheel: Run, config: Path) -> None:
-    told = flywheel("status", "-c", config, "--metrics")
-    families = {each.name: each for each in text_string_to_metric_families(told.out)}
-    counts = {(each.labels["version"], each.labels["outcome"]): each.value
-              for each in families["flywheel_watch_conversations"].samples}  # fmt: skip
-    assert counts["r0002", "failures"] == 2
-    assert counts["r0001", "waiting"] == 1
-    e_values = families["flywheel_watch_e_value"].samples
-    assert [each.labels for each in e_values] == [
-        {"alias": "agent", "test": test} for test in ("outcomes", "missing")
-    ]
-    assert all(each.value > 0 for each in e_values)
 
 
 def test_the_page_of_the_deployment_has_the_figures_while_it_is_watched_and_afterwards(

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from flywheel.config.file import Config, load
 from flywheel.daemon.source_supervisor import SourceSupervisor
-from flywheel.daemon.status import snapshot
+from flywheel.daemon.status import as_json, snapshot
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store, read_once
 from tests import warm
@@ -83,7 +83,7 @@ class Following:
 
 async def status(config: Config) -> dict[str, Any]:
     """What `flywheel status --json` prints. It reads again if the daemon has just made the state."""
-    return (await read_once(config.state_dir, lambda conn: snapshot(conn, config))).as_json()
+    return as_json(await read_once(config.state_dir, snapshot, config))
 
 
 async def source(config: Config, path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from flywheel.errors import NotifyError
 from flywheel.records.task import task_id
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.store import claims, verdicts
+from flywheel.store import claims, notices, verdicts
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import count_rows
@@ -140,9 +140,9 @@ def again(conn: Connection, rubric: str, verdict: Verdict) -> None:
 
 
 async def noted(store: Store, config: Config) -> tuple[int, int, int]:
-    status = (await store.read(snapshot, config)).langfuse
+    status = (await store.read(snapshot, config))["langfuse"]
     assert status is not None
-    return status.sent, status.refused, status.untraced
+    return status["sent"], status["refused"], status["untraced"]
 
 
 async def test_each_verdict_is_a_score_for_the_reply_and_each_criterion(
@@ -336,7 +336,7 @@ def test_doctor_checks_the_keys(
 async def test_nothing_is_sent_without_the_setting(tmp_path: Path) -> None:
     config = make_config(tmp_path, sources=[])
     async with open_state(tmp_path / "state") as store:
-        assert (await store.read(snapshot, config)).as_json()["langfuse"] is None
+        assert (await store.read(snapshot, config))["langfuse"] is None
 
 
 @pytest.mark.slow
@@ -423,13 +423,11 @@ async def test_a_long_history_of_other_events_is_passed_once(
     store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 3)
-    monkeypatch.setattr(langfuse, "STORED_AFTER", 10)
     config = configured(tmp_path, server)
     await begun(store, config)
     await store.write(put_replies, *(traced(number) for number in range(1, 40)))
     await (await begun(store, config)).deliver()
-    position = (await begun(store, config))._position
-    assert position > 10
+    assert (await begun(store, config))._note["event"] == await store.read(notices.newest_event)
     await store.write(judge_all)
     await (await begun(store, config)).deliver()
     assert (len(server.scores), len(server.requests)) == (117, 117)

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from flywheel.config.file import Config
 from flywheel.daemon.rounds import planner
-from flywheel.daemon.status import as_json, snapshot
+from flywheel.daemon.status import snapshot
 from flywheel.records.states import RoundState, Split
 from flywheel.store import rounds
 from flywheel.store.kernel import schema
@@ -135,13 +135,13 @@ async def test_after_rounds_without_promotion_the_trigger_waits_for_new_samples_
         assert await wait(store, config) == f"0 of {told}"
         await filled(store, 10, train=there + needed - 1)
         assert await wait(store, config) == f"{needed - 1} of {told}"
-        status = as_json((await store.read(snapshot, config)).targets[""].new_samples)
+        status = (await store.read(snapshot, config))["targets"][""]["new_samples"]
         assert (status["free"], status["needed"], status["rounds_without_promotion"]) == (needed - 1, needed, number)
         assert status["wait"] == f"{needed - 1} of {told}"
         there += needed
         await filled(store, 10, train=there)
     assert await wait(store, config) == ""
-    assert (await store.read(snapshot, config)).targets[""].new_samples.wait == ""
+    assert (await store.read(snapshot, config))["targets"][""]["new_samples"]["wait"] == ""
     await ended(store, await planned_round(store, config), RoundState.PROMOTED)
     await filled(store, 10, train=there + NEEDED)
     assert await wait(store, config) == "", "a promotion begins the count anew"
@@ -151,4 +151,4 @@ async def test_a_round_that_failed_waits_by_the_clock_and_not_for_samples(store:
     await filled(store, 10, train=8)
     await ended(store, await planned_round(store, config), RoundState.FAILED)
     assert "r0001 failed; the next attempt is at" in await wait(store, config)
-    assert (await store.read(snapshot, config)).targets[""].new_samples.needed == 0
+    assert (await store.read(snapshot, config))["targets"][""]["new_samples"]["needed"] == 0

@@ -146,7 +146,7 @@ async def test_arms_that_chance_does_not_explain_are_told_at_once_and_nothing_is
     [text] = await told(watched)
     assert "r0002 has 20 of 90 conversations, which chance does not explain at a share of 50 % (p = " in text
     status = await watched.store.read(snapshot, watched.config)
-    assert any("which chance does not explain" in warning for warning in status.warnings)
+    assert any("which chance does not explain" in warning for warning in status["warnings"])
     await watched.answered("new", GOOD, 40)
     await watch.look()
     assert (await watched.row()).state == WatchState.KEPT
@@ -350,9 +350,8 @@ async def test_replies_that_both_versions_lose_roll_nothing_back(watched: Watche
     await watched.watch().look()
     row = await watched.row()
     assert row.state == WatchState.WATCHING
-    own = (await watched.store.read(snapshot, watched.config)).targets[""].watch
-    assert own is not None
-    assert (own.figures.new.missing, own.figures.old.missing, own.figures.e_value_missing <= 1.0) == (60, 60, True)
+    own = (await watched.store.read(snapshot, watched.config))["targets"][""]["watch"]["figures"]
+    assert (own.new.missing, own.old.missing, own.e_value_missing <= 1.0) == (60, 60, True)
 
 
 async def entered_a_day_ago(watched: Watched, watch: PromotionWatch) -> None:
@@ -456,9 +455,9 @@ async def test_status_warns_of_units_that_are_no_conversations(watched: Watched)
     watched.pull(*(watched.call("old", 100 + n, unit_kind="fallback") for n in range(30)))
     await watch.look()
     status = await watched.store.read(snapshot, watched.config)
-    assert any("one conversation has 62 % of the calls" in text for text in status.warnings)
+    assert any("one conversation has 62 % of the calls" in text for text in status["warnings"])
     assert any(
-        "97 % of the conversations are told apart by their first message alone" in text for text in status.warnings
+        "97 % of the conversations are told apart by their first message alone" in text for text in status["warnings"]
     )
 
 

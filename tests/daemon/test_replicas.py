@@ -20,7 +20,7 @@ from demo.ports import held_port
 from flywheel.config.file import Config
 from flywheel.daemon.checkup import examine_server
 from flywheel.daemon.deployer import ABTestRequest, Deployer
-from flywheel.daemon.status import Status, snapshot
+from flywheel.daemon.status import Facts, snapshot
 from flywheel.errors import Condition, ServeError
 from flywheel.serving import replica_addresses
 from flywheel.serving.replica_addresses import has_left, replica_urls
@@ -240,8 +240,8 @@ async def test_the_others_are_reconciled_beside_a_name_without_an_address(
 async def test_the_status_shows_the_pods_that_were_found_last(
     pods: Pods, deployer: Deployer, config: Config, store: Store
 ) -> None:
-    def urls(status: Status) -> list[str]:
-        return [each.url for target in status.targets.values() for each in target.replicas]
+    def urls(status: Facts) -> list[str]:
+        return [each["url"] for target in status["targets"].values() for each in target["replicas"]]
 
     assert urls(await store.read(snapshot, config)) == config.serving.urls
     pods.start("127.0.0.2")

@@ -12,14 +12,14 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from flywheel.cli import status
+from flywheel.cli.status import facts_of
 from flywheel.config.file import Config, load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.rounds import Rounds
-from flywheel.daemon.status import Status, snapshot
+from flywheel.daemon.status import Facts, as_json, snapshot
 from flywheel.records.round import AdapterRef, RoundResult
 from flywheel.records.states import RoundState
 from flywheel.store import deployments, rounds
@@ -79,7 +79,7 @@ async def _round(store: Store, config: Config, wheel: Rounds, app: FakeVllm) -> 
     return row.target, spec.model_dump()
 
 
-async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, dict[str, Any]]], Status]:
+async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, dict[str, Any]]], Facts]:
     async with open_state(config.state_dir) as store:
         await store.write(both, config)
         deployer = Deployer(store, config)
@@ -108,17 +108,16 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     assert [(each["alias"], each["adapter"]["name"]) for each in worked["frozen"]] == [("planner", "r0001")]
     assert worked["parent"] is None and worked["settings"]["model"]["alias"] == "work"
 
-    deployed = {name: own.deployment.adapter for name, own in state.targets.items()}
+    deployed = {name: own["deployment"]["adapter"] for name, own in state["targets"].items()}
     assert deployed == {"planner": "r0001", "worker": "r0002"}
-    assert [each.target for each in state.rounds] == ["planner", "worker"]
-    assert "free_samples" not in state.as_json()
+    assert [each["target"] for each in state["rounds"]] == ["planner", "worker"]
+    assert "free_samples" not in as_json(state)
     samples = parsed(exposition(state).decode())
     assert set(by(samples["flywheel_active_adapter"], "alias", "adapter")) == {"planner r0001", "work r0002"}
     assert by(samples["flywheel_samples_needed"], "target") == {"planner": 4, "worker": 2}
     assert by(samples["flywheel_swaps"], "target", "outcome")["worker done"] == 1
 
-    quiet = status._without_noise(state)
-    assert all(each.looked_at is None for own in quiet.targets.values() for each in own.replicas)
+    assert "checked" not in dict(facts_of(state, with_noise=False))["server"]
     shown = flywheel("status", "-c", file).out
     assert "work → r0002" in shown and "planner: 0 free of 4 needed, 3 held out for the gate" in shown
     assert f"{url}\n" in shown and "serves planner@r0001, work@r0002" in shown and "r0002 (worker)" in shown

@@ -111,12 +111,12 @@ def page_of(config: Config, path: str = "/") -> str:
 def test_free_usable_and_held_out_are_each_one_number_with_the_reason_for_a_difference(shared_state: Config) -> None:
     shown = page_of(shared_state)
     status = in_thread(Reader(shared_state.state_dir).read(snapshot, shared_state))
-    own = status.targets[""]
+    own = status["targets"][""]
     total, _, _ = in_thread(Reader(shared_state.state_dir).read(acceptance.funnels, shared_state.takes.train))
-    assert total.usable - total.used == own.free_samples + sum(own.waiting_samples.values())
-    assert f"Free samples {own.free_samples} of {own.min_samples} needed" in shown
+    assert total.usable - total.used == own["free_samples"] + sum(own["waiting_samples"].values())
+    assert f"Free samples {own['free_samples']} of {own['min_samples']} needed" in shown
     assert f"{total.used} of {total.usable} usable samples are used by rounds" in shown
-    assert f"{own.held_out} for the gate, of {own.gate.conversations} conversations" in shown
+    assert f"{own['held_out']} for the gate, of {own['gate']['conversations']} conversations" in shown
     assert "Usable samples" not in shown
 
 

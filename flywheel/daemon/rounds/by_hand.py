@@ -20,7 +20,7 @@ from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
 from flywheel.daemon.rounds.rounds import Rounds, left
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache
 from flywheel.daemon.rounds.suites import require_grader
-from flywheel.daemon.status import as_json, metrics_of, snapshot
+from flywheel.daemon.status import as_json, snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
@@ -30,6 +30,7 @@ from flywheel.store.kernel.database import Store, read_once
 from flywheel.store.rounds import by_name, live
 from flywheel.store.samples import count_free
 from flywheel.system.signals import StopSignals, unless_cancelled
+from flywheel.training.data.round_progress import read_steps
 
 Beside = Callable[[Path], AbstractAsyncContextManager[None]]
 """What accompanies the worker of a round with this directory, such as a progress bar."""
@@ -93,7 +94,7 @@ async def run(
     if interruption.by is not None:
         raise interruption.error("finish the round", await store.read(left_of_round))
     status = await store.read(snapshot, config)
-    entry: dict[str, Any] = as_json(next(each for each in status.rounds if each.round == name))
+    entry: dict[str, Any] = as_json(next(each for each in status["rounds"] if each["round"] == name))
     return entry
 
 
@@ -147,5 +148,5 @@ async def show_rollouts(config: Config, target: str | None, beside: Beside) -> d
         "state": result.outcome,
         "reason": result.reason,
         "dir": str(directory),
-        "metrics": [entry for entry in metrics_of(directory) if entry.get("event") == "step"],
+        "metrics": read_steps(directory),
     }

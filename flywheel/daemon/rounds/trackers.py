@@ -84,15 +84,8 @@ class Trackers:
         """Start the process of a tracker, unless it runs; `path` is its log."""
         if path in self._running and self._running[path].poll() is None:
             return
-        command = [
-            str(self._python),
-            "-P",
-            "-m",
-            "flywheel.training.data.tracking",
-            str(round_dir),
-            path.stem,
-            str(END_SECONDS),
-        ]
+        module = "flywheel.training.data.tracking"
+        command: list[str | Path] = [self._python, "-P", "-m", module, round_dir, path.stem, str(END_SECONDS)]
         try:
             make_private(path.parent)
             with os.fdopen(private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb") as output:

@@ -5,6 +5,7 @@ Everything is computed from the database, by queries that share no code with the
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,26 +48,31 @@ class Balance:
 
 def balance(conn: Connection) -> Balance:
     """Count all replies and tasks, and check everything that must hold."""
-    reply_states = _count_by(conn, replies.c.state, replies)
-    skipped = _count_by(conn, replies.c.skip_reason, replies, replies.c.state == ReplyState.SKIPPED.value)
+    reply_states, skipped = Counter[str](), Counter[str]()
+    # In the order of an index: sorting a hundred thousand rows takes as long as all else here.
+    columns = replies.c.source_id, replies.c.state, replies.c.skip_reason
+    for _, state, reason, number in conn.execute(select(*columns, func.count()).group_by(*columns)):
+        reply_states[state] += number
+        if state == ReplyState.SKIPPED:
+            skipped[str(reason)] += number
     with_task = replies.join(tasks, replies.c.task_id == tasks.c.id)
     converted = _count_by(conn, tasks.c.state, with_task, replies.c.state == ReplyState.CONVERTED.value)
     ends = dict.fromkeys(("skipped", "pending", "accepted", "rejected", "undecided", "dead", "erased"), 0)
-    ends["skipped"] = reply_states.get(ReplyState.SKIPPED, 0)
-    ends["pending"] = reply_states.get(ReplyState.OPEN, 0) + reply_states.get(ReplyState.CLOSED, 0)
-    ends["dead"] = reply_states.get(ReplyState.DEAD, 0)
-    ends["erased"] = reply_states.get(ReplyState.ERASED, 0)
+    ends["skipped"] = reply_states[ReplyState.SKIPPED]
+    ends["pending"] = reply_states[ReplyState.OPEN] + reply_states[ReplyState.CLOSED]
+    ends["dead"] = reply_states[ReplyState.DEAD]
+    ends["erased"] = reply_states[ReplyState.ERASED]
     problems = []
     for state, number in converted.items():
         if state in BUCKET:
             ends[BUCKET[TaskState(state)]] += number
         else:
             problems.append(f"{number} tasks are in the unknown state {state!r}")
-    total = count_rows(conn, replies)
+    total = reply_states.total()
     if sum(ends.values()) != total:
         problems.append(f"{total} replies were read, but {sum(ends.values())} are accounted for")
     problems += [f"{number} {text}" for text, table, where in _CHECKS if (number := count_rows(conn, table, where))]
-    return Balance(total, ends, reply_states, _count_by(conn, tasks.c.state, tasks), skipped, problems)
+    return Balance(total, ends, dict(reply_states), _count_by(conn, tasks.c.state, tasks), dict(skipped), problems)
 
 
 def _count_by(

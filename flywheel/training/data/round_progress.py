@@ -199,10 +199,15 @@ class Metrics:
 
 
 def read_steps(directory: Path) -> list[dict[str, Any]]:
-    """The lines of steps in the metrics file of a round, without those that were not written whole."""
+    """The lines of steps in the metrics file of a round."""
+    lines = read_metrics(directory)
+    return [line for line in lines if line.get("event") == "step" and isinstance(line.get("step"), int)]
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of the metrics file of a round, without those that were not written whole."""
     with contextlib.suppress(FileNotFoundError):
-        lines = map(_measured, (directory / METRICS_FILE).read_bytes().splitlines())
-        return [line for line in lines if line.get("event") == "step" and isinstance(line.get("step"), int)]
+        return list(filter(None, map(_measured, (directory / METRICS_FILE).read_bytes().splitlines())))
     return []
 
 

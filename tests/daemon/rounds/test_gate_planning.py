@@ -162,10 +162,10 @@ async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tell
 ) -> None:
     config = gate_config(tmp_path, min_power=0.3)
     await filled(store, 20)
-    gate = (await store.read(snapshot, config)).targets[""].gate
-    assert (gate.epoch, gate.test, gate.conversations) == (1, 1, 20)
-    assert gate.power < 0.3
-    missing = gate.missing
+    gate = (await store.read(snapshot, config))["targets"][""]["gate"]
+    assert (gate["epoch"], gate["test"], gate["conversations"]) == (1, 1, 20)
+    assert gate["power"] < 0.3
+    missing = gate["missing"]
     assert missing is not None and missing > 0
     wanted = await store.read(planner.due, config)
     assert not wanted.start

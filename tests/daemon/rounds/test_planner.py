@@ -267,10 +267,10 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
     config = round_config(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 samples are free"
     status = await store.read(snapshot, config)
-    assert (status.targets[""].free_samples, status.targets[""].held_out) == (3, 2)
-    (left_out,) = status.left_out
-    assert (left_out.reason, left_out.tasks) == (reason, 4)
-    assert left_out.why and left_out.do
+    assert (status["targets"][""]["free_samples"], status["targets"][""]["held_out"]) == (3, 2)
+    (left_out,) = status["left_out"]
+    assert (left_out["reason"], left_out["tasks"]) == (reason, 4)
+    assert left_out["why"] and left_out["do"]
     debug = await debug_round(store, config)
     assert len(debug.train) == 3
     spec = await planned_round(store, config)
@@ -307,12 +307,12 @@ async def test_settings_take_what_is_left_out_otherwise(
         store = await Store.open(tmp_path / reason.value)
         await store.write(judged_with_some_left_out, 3, 2, values)
         status = await store.read(snapshot, config)
-        own = status.targets[""]
+        own = status["targets"][""]
         spec = await planned_round(store, config)
         await store.close()
         wanted = (5, 4) if reason in taken else (3, 2)
-        assert (own.free_samples, own.held_out) == wanted == (len(spec.train), len(spec.held_out))
-        assert bool(status.left_out) == (reason not in taken)
+        assert (own["free_samples"], own["held_out"]) == wanted == (len(spec.train), len(spec.held_out))
+        assert bool(status["left_out"]) == (reason not in taken)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,10 @@ async def test_tasks_with_tools_are_taken_where_recordings_can_answer(
     gate = gate and (right or reason is not Exclusion.UNCALLED or rollout == COMMAND)
     status = await store.read(snapshot, config)
     expected = (5 if train and right else 3, 4 if gate else 2)
-    assert (status.targets[""].free_samples, status.targets[""].held_out) == expected
+    assert (status["targets"][""]["free_samples"], status["targets"][""]["held_out"]) == expected
     spec = await planned_round(store, config)
     assert (len(spec.train), len(spec.held_out)) == expected
-    left_out = {each.reason: each.tasks for each in status.left_out}
+    left_out = {each["reason"]: each["tasks"] for each in status["left_out"]}
     # A rejected task of the training split is no sample that an exclusion could keep from rounds.
     missing = 2 * (right and not train) + 2 * (not gate)
     assert left_out == ({reason: missing} if missing else {})
@@ -367,8 +367,8 @@ async def test_a_task_with_two_reasons_is_taken_when_both_are(tmp_path: Path, st
         ({"images": "text-only", "inexact_prompts": "use"}, 5),
     ):
         status = await store.read(snapshot, round_config(tmp_path, training=training))
-        assert status.targets[""].free_samples == free
-        assert len(status.left_out) == 2 - len(training)
+        assert status["targets"][""]["free_samples"] == free
+        assert len(status["left_out"]) == 2 - len(training)
 
 
 async def test_a_margin_for_a_criterion_that_the_rubric_does_not_have_is_refused(tmp_path: Path) -> None:

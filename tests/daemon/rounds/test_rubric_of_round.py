@@ -59,7 +59,7 @@ async def test_a_round_waits_for_a_calibration(tmp_path: Path, store: Store, mon
     await store.write(put_tasks, 6, 4)
     wheel = Rounds(store, config, rubric, Deployer(store, config))
     assert not await wheel.start_due()
-    waiting = (await store.read(snapshot, config)).waiting_for
+    waiting = (await store.read(snapshot, config))["waiting_for"]
     assert waiting == "judge.min_kappa is 0.6, but the rubric is not calibrated: run `flywheel rubric calibrate`"
     with pytest.raises(TrainError, match="the rubric is not calibrated"):
         await wheel.plan("by hand")

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
+from flywheel.cli.status import facts_of
 from flywheel.config.file import Config
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
@@ -79,9 +80,9 @@ async def test_the_default_chain_fills_a_round_with_what_an_ordinary_installatio
     assert set(await states(store)) == {"accepted"}
     assert (await store.read(planner.due, config)).start
     state = await store.read(snapshot, config)
-    own = state.targets[""]
-    assert (own.free_samples, own.waiting_samples) == (40, {})
-    assert [text.partition(",")[0] for text in state.warnings] == ([widened] if widened else [])
+    own = state["targets"][""]
+    assert (own["free_samples"], own["waiting_samples"]) == (40, {})
+    assert [text.partition(",")[0] for text in state["warnings"]] == ([widened] if widened else [])
     row = await store.write(planner.plan, config, rubric_of(config), config.state_dir / "rounds", "test")
     assert len(await store.read(rounds.samples_of, row.id, Split.TRAIN)) == 40
 
@@ -95,11 +96,9 @@ async def test_open_to_strangers_keeps_to_its_shares_and_holds_bursts(store: Sto
     waiting = "39 over their share"
     assert due.reason == f"1 of 40 samples are free; {waiting}"
     state = await store.read(snapshot, config)
-    own = state.targets[""]
-    assert (own.free_samples, own.waiting_samples) == (1, {"over their share": 39})
-    from flywheel.cli import status as status_command
-
-    assert f"1 free of 40 needed, 2 held out for the gate; {waiting}\n" in status_command._text(state) + "\n"
+    own = state["targets"][""]
+    assert (own["free_samples"], own["waiting_samples"]) == (1, {"over their share": 39})
+    assert ("samples", f"1 free of 40 needed, 2 held out for the gate; {waiting}") in facts_of(state)
     await tell(store, *burst(25, first=5000))
     await run(store, config)
     assert (await states(store)).count("held") > 0
@@ -118,16 +117,16 @@ async def test_what_is_more_than_a_round_takes_is_counted_apart(tmp_path: Path, 
     for config in (make(trigger=trigger), by_chain(make, "default", trigger=trigger)):
         await run(store, config)
         state = await store.read(snapshot, config)
-        own = state.targets[""]
-        assert (own.free_samples, own.waiting_samples) == (8, {"more than a round takes": 12})
+        own = state["targets"][""]
+        assert (own["free_samples"], own["waiting_samples"]) == (8, {"more than a round takes": 12})
 
 
 async def test_status_works_without_a_chain_that_can_be_read(store: Store, make: Make, tmp_path: Path) -> None:
     config = make(filter={"chain": "chain.yaml"})
     (tmp_path / "chain.yaml").write_text("filters: no")
     state = await store.read(snapshot, config)
-    assert "read filter chain" in state.warnings[0]
-    assert state.targets[""].free_samples == 0
+    assert "read filter chain" in state["warnings"][0]
+    assert state["targets"][""]["free_samples"] == 0
 
 
 CLASSES: dict[str, dict[str, Any]] = {
@@ -233,7 +232,7 @@ async def test_prompts_with_rejected_replies_are_used_as_often_as_others(store: 
     await store.write(put_judged, *replies, judge=verdict)
     assert len((await store.read(choose, small(make), rubric_of(small(make))))[0].tasks) == 4
     config = small(make, prompts="decided", max_uses=2)
-    assert (await store.read(snapshot, config)).targets[""].free_samples == 6
+    assert (await store.read(snapshot, config))["targets"][""]["free_samples"] == 6
     for uses in range(2):
         row, train, selection = await planned(store, config)
         assert (len(train), selection.chosen) == (6, 6), uses
@@ -314,8 +313,8 @@ async def test_a_coreset_of_the_free_samples_is_planned(store: Store, make: Make
     plain = replies_on(Split.TRAIN, 60)
     repeated = [replace(each, query="Where is my order?") for each in plain[:50]]
     await store.write(put_judged, *repeated, *plain[50:], *replies_on(Split.HELD_OUT, 2))
-    own = (await store.read(snapshot, config)).targets[""]
-    assert (own.free_samples, own.waiting_samples) == (6, {"more than a round takes": 54})
+    own = (await store.read(snapshot, config))["targets"][""]
+    assert (own["free_samples"], own["waiting_samples"]) == (6, {"more than a round takes": 54})
     assert (await store.read(planner.due, config)).start
     row, train, selection = await planned(store, config)
     lines = await store.read(rounds.payloads, train)
@@ -354,7 +353,7 @@ async def test_the_worker_of_a_choice_by_loss_gets_a_pool_and_releases_the_rest(
     config = small(make, stages=["sft"], coreset={"size": 3, "strategy": "loss_topk"}, max_uses=1)
     await store.write(put_judged, *replies_on(Split.TRAIN, 20), *replies_on(Split.HELD_OUT, 2))
     rubric = rubric_of(config)
-    assert (await store.read(snapshot, config)).targets[""].free_samples == 12
+    assert (await store.read(snapshot, config))["targets"][""]["free_samples"] == 12
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     spec = RoundSpec.model_validate_json((await store.read(planner.spec_of, row, config, rubric)).model_dump_json())
     assert spec.pool is not None

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.config.file import Config
-from flywheel.daemon.status import metrics_of
 from flywheel.training.data.rollout import Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.round_progress import read_steps
 from flywheel.training.engine.policy import AdapterFiles
 from flywheel.training.optim.stage_checks import CollapseWatch, RoundRefusedError, StepFigures
 from flywheel.training.worker.loop import Reinforcement
@@ -239,7 +239,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     monkeypatch.setattr("flywheel.training.worker.processes.KEPT", STEPS)
     run, counted = Reinforcement(of_stage, prompts, collector), of_stage.training
     run.run()
-    lines = metrics_of(tmp_path)
+    lines = read_steps(tmp_path)
     if rate < 0.05:
         assert (run.refusal, run.ended, counted.rollout_steps) == ("", "", STEPS)
         assert of_stage.adapter.is_dir()

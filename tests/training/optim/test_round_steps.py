@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from flywheel.config.file import Config
-from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.training.data import rollout_file
 from flywheel.training.data.groups import WINDOW, growing_misses
@@ -221,7 +220,7 @@ def test_the_gap_of_a_quantised_trainer_is_looked_at_in_the_first_step_that_trai
     wide.roll_out(1)
     with pytest.raises(TrainError, match=r"differ by 0\.500 in the first step"):
         wide.report(2, {**FIGURES, "logprob_gap": 0.5})
-    assert metrics_of(tmp_path / "wide")[-1]["logprob_gap"] == 0.5, "the figures of that step are written"
+    assert read_steps(tmp_path / "wide")[-1]["logprob_gap"] == 0.5, "the figures of that step are written"
     for step, gap in enumerate((0.1, 0.5)):
         later.roll_out(step)
         later.report(step + 1, {**FIGURES, "logprob_gap": gap})
@@ -252,7 +251,7 @@ def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> 
     assert again.work.training == whole.work.training
     assert again.trained == whole.trained == 6
     of_time = ("at", "seconds", "busy", "tokens_per_second")
-    lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
+    lines = [read_steps(tmp_path / name) for name in ("whole", "again")]
     kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
     assert kept[0] == kept[1]
 
@@ -393,7 +392,7 @@ def test_three_steps_in_a_row_without_a_token_to_train_end_training(tmp_path: Pa
     with first, pytest.raises(UntrainedError, match=r"^step 6 has no token .*; training ended after 3 such steps in"):
         train(first, 9)
     assert (first._done, first.trained) == (6, 2)
-    assert [line["step"] for line in metrics_of(tmp_path)] == [*range(1, 7)]
+    assert [line["step"] for line in read_steps(tmp_path)] == [*range(1, 7)]
     again = run_of(tmp_path, differing, steps=9, collector=Cutting(), masks=True, overlap=overlap)
     with again:
         again.recall(4)
@@ -429,7 +428,7 @@ def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_s
             run.roll_out(step)
             run.report(step + 1)
     assert run._done == 2 * WINDOW - 1
-    last = metrics_of(tmp_path)[-1]
+    last = read_steps(tmp_path)[-1]
     assert (last["step"], last["loss"], last["missed"]) == (2 * WINDOW, None, 9)
     assert (last["groups_dropped"]["misses"], last["groups"]) == (3, 4)
     assert {each["step"] for each in rollout_file.rollouts(tmp_path)} == set(range(1, 2 * WINDOW + 1))
@@ -453,7 +452,7 @@ def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round
         done = step
         run.roll_out(step)
         run.report(step + 1)
-    shares = [line["tools"]["miss_share"] for line in metrics_of(tmp_path)]
+    shares = [line["tools"]["miss_share"] for line in read_steps(tmp_path)]
     assert shares[0] < 0.1
     assert shares[-1] == pytest.approx(3 / 16)
     assert growing_misses(run._checks.misses), "it is the share of all rollouts that grows"
@@ -478,7 +477,7 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
         directory = Path(mkdtemp(dir=tmp_path))
         steps = RoundSteps(round_spec(seed=7), settings(), directory, some, collector)
         batches = list(roll_out(steps, None, Meter(directory, steps=3), count=2))
-        assert [line["step"] for line in metrics_of(directory)] == [1, 2]
+        assert [line["step"] for line in read_steps(directory)] == [1, 2]
         return found_to_learn(batches, steps.settings.rollout), collector
 
     calm, planned = debug(differing)
