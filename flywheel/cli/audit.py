@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,14 +18,12 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
+from flywheel.config.file import Config
 from flywheel.errors import EXIT_FAILED
+from flywheel.sources.audit import DeepAudit
+from flywheel.store.views.balance import Balance, balance
 from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.sources.audit import DeepAudit
-    from flywheel.store.views.balance import Balance
 
 
 @app.command()
@@ -82,7 +80,6 @@ def audit(
 
 
 async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | None]:
-    from flywheel.store.views.balance import balance
 
     async with open_state(config, "view") as store:
         ledger = await store.read(balance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,11 +19,11 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import short_path
+from flywheel.config.file import Config
+from flywheel.daemon.backup import back_up, erase_again
+from flywheel.sources.audit import SourceAudit, compare_sources
+from flywheel.store.backup import CURRENT
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.sources.audit import SourceAudit
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the backup.")]
 
@@ -31,8 +31,6 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder 
 @app.command()
 def backup(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Copy the state, beside a running daemon: database, adapters, received spans, recorded calls, configuration."""
-    from flywheel.daemon.backup import back_up
-    from flywheel.store.backup import CURRENT
 
     settings, folder = load_config(config), absolute(folder)
     require_state(settings, f"make a backup in {folder}")
@@ -58,7 +56,6 @@ def backup(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOpt
 @app.command()
 def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Put a backup into an empty state directory, and say what the sources hold that it does not."""
-    from flywheel.daemon.backup import erase_again
     from flywheel.store import backup
 
     settings, folder = load_config(config), absolute(folder)
@@ -102,7 +99,6 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
 
 
 async def _compared(config: Config) -> list[SourceAudit]:
-    from flywheel.sources.audit import compare_sources
 
     async with open_state(config, "view") as store:
         return await compare_sources(store, config)

@@ -17,7 +17,11 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
+from flywheel.daemon import erasure
+from flywheel.daemon.erasure import shares
 from flywheel.errors import EXIT_LOCKED
+from flywheel.records.task import NO_CONVERSATION
+from flywheel.store.erasures import Kind
 from flywheel.system.terminal import escape_terminal, quantity
 
 OUT_OF_REACH: Final = (
@@ -47,8 +51,6 @@ def forget(
     as_json: JsonOption = False,
 ) -> None:
     """Erase a conversation, or all of a user: replies, tasks, verdicts, recorded calls, texts in files of rounds."""
-    from flywheel.records.task import NO_CONVERSATION
-    from flywheel.store.erasures import Kind
 
     if (conversation is None) == (user is None):
         raise typer.BadParameter("name one of them", param_hint="--conversation or --user")
@@ -67,7 +69,6 @@ def forget(
     tell = (lambda _: None) if as_json else _print_others
 
     async def erased() -> dict[str, Any]:
-        from flywheel.daemon import erasure
 
         async with open_state(settings) as store:
             return await erasure.forget(
@@ -87,7 +88,6 @@ def forget(
 
 def _print_others(others: Sequence[Mapping[str, str]]) -> None:
     """What its traces have besides, as a client gave several runs the same trace ids, a line each."""
-    from flywheel.records.task import NO_CONVERSATION
 
     for each in others:
         named = each["conversation"] not in NO_CONVERSATION
@@ -97,8 +97,6 @@ def _print_others(others: Sequence[Mapping[str, str]]) -> None:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    from flywheel.daemon.erasure import shares
-
     counts = {
         "reply": found["replies"], "task": found["tasks"], "recorded call": found["calls"], "span": found["spans"],
         "line of the task file": found["lines"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 import typer
@@ -26,15 +27,12 @@ from flywheel.cli.app import (
     user_path,
 )
 from flywheel.cli.tables import Row, print_rows, stdout
+from flywheel.config.file import Config
 from flywheel.errors import ExportError
+from flywheel.store.labels import Opinion, import_file
+from flywheel.store.requests import RequestKind
 from flywheel.system.files import PRIVATE, write_atomic
 from flywheel.system.terminal import escape_terminal, moment, quantity
-
-if TYPE_CHECKING:
-    from collections import Counter
-
-    from flywheel.config.file import Config
-    from flywheel.store.labels import Opinion
 
 SHOWN = 50
 COLUMNS = ("task", "label", "criterion", "judge", "by", "at", "comment")
@@ -56,7 +54,6 @@ def label(
     as_json: JsonOption = False,
 ) -> None:
     """Label a reply, independently of the judge's verdict. Your last label on a task counts."""
-    from flywheel.store.requests import RequestKind
 
     settings = load_config(config)
     require_state(settings, f"label {task}")
@@ -170,7 +167,6 @@ def labels(
 
 
 def _import(config: Config, file: Path, by: str, as_json: bool, **reading: Any) -> None:
-    from flywheel.store.labels import import_file
 
     async def imported() -> tuple[int, int, Counter[str]]:
         async with open_state(config) as store:

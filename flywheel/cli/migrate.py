@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from flywheel.cli.app import JsonOption, app, print_json, run_async
 from flywheel.cli.settings import MAX_SHOWN, WIDE, text_of
 from flywheel.cli.tables import Row, forecast_text, print_rows, stdout
+from flywheel.config import foreign
+from flywheel.daemon.migration import migrated, write
 from flywheel.errors import EXIT_FAILED
 from flywheel.secrets import masked
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config import foreign
 
 COLUMNS: Final = ("key", "value", "becomes", "here")
 
@@ -35,7 +34,6 @@ def migrate(
     --output writes flywheel.yaml, with the rubric and the filters that it names; of a file of Trinity-RFT, a program.
     The exit code is 1 if a setting is refused or missing.
     """
-    from flywheel.daemon.migration import migrated, write
 
     made = migrated(given, output)
     written = write(made.files, output) if output and made.files else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,11 +19,9 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
+from flywheel.config.file import Config
+from flywheel.daemon.rounds.retention import Pruned, prune_call_logs, remove_old
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.daemon.rounds.retention import Pruned
 
 WAIT_SECONDS = 120.0
 """Longest wait for a swap in progress."""
@@ -58,7 +56,6 @@ def prune(
 
 
 async def _prune(config: Config, keep_days: float | None, *, dry_run: bool) -> Pruned:
-    from flywheel.daemon.rounds.retention import Pruned, prune_call_logs, remove_old
 
     done = Pruned(dry_run=dry_run)
     if keep_days is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from flywheel.daemon.judging.quality_bar import QualityBar
+from flywheel.daemon.judging.quality_bar import QualityBar
 
 FailUnderOption = Annotated[
     float | None,
@@ -62,7 +61,6 @@ def quality_bar(
     summary: Path | None,
 ) -> QualityBar:
     """What a command line asks for. Raises BadParameter, before anything is paid for that could not be reported."""
-    from flywheel.daemon.judging.quality_bar import QualityBar
 
     if confidence is not None and fail_under is None:
         raise typer.BadParameter("it belongs to --fail-under", param_hint="--confidence")

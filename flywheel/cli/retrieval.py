@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,12 +20,11 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import short_path
+from flywheel.config.file import Config
 from flywheel.errors import ConfigError
+from flywheel.retrieval.evaluation import METRICS, MRR
+from flywheel.retrieval.pairs import Calls, accepted_calls
 from flywheel.system.terminal import escape_terminal, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
-    from flywheel.retrieval.pairs import Calls
 
 retrieval = command_group("retrieval", "Search among hundreds of tools: train and evaluate an encoder for it.")
 
@@ -95,7 +94,6 @@ def evaluate(
 
 async def _calls(config: Config, target: str | None) -> Calls:
     """The tool calls of the accepted tasks."""
-    from flywheel.retrieval.pairs import accepted_calls
 
     if target is not None and target not in config.targets:
         hint = f"The targets are {', '.join(config.targets)}." if config.targets else "There are no `targets`."
@@ -106,7 +104,6 @@ async def _calls(config: Config, target: str | None) -> Calls:
 
 
 def _print_results(results: Mapping[str, Any]) -> None:
-    from flywheel.retrieval.evaluation import METRICS, MRR
 
     for name, group in results.items():
         counts = f"{quantity(group['pairs'], 'call')} of {quantity(group['tools'], 'tool')}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from flywheel.cli.app import (
     ConfigOption,
@@ -20,12 +21,13 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.progress_bars import of_tasks
 from flywheel.cli.tables import Row, estimated, rows_table, spent, stdout
+from flywheel.daemon.calibration import calibrate_rubric, draft_rubric
+from flywheel.daemon.judging.judging_report import Cost
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
+from flywheel.judge.rubric.checks.python_check import Python
+from flywheel.judge.rubric.file import contradictions, likely_mistakes, read_rubric
 from flywheel.system.files import write_atomic
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
-
-if TYPE_CHECKING:
-    from flywheel.daemon.judging.judging_report import Cost
 
 EXCERPT = 300
 """Characters of the texts of a disagreement."""
@@ -46,8 +48,6 @@ def check(
 
     Warnings point out likely mistakes, such as a backspace in a pattern; they are not errors.
     """
-    from flywheel.judge.rubric.checks.python_check import Python
-    from flywheel.judge.rubric.file import contradictions, likely_mistakes, read_rubric
 
     wrong = False
     for file in files:
@@ -86,7 +86,6 @@ def calibrate(
     The expected cost is printed first and counts towards judge.budget. Exit 1 if judge.min_kappa is set and not
     reached.
     """
-    from flywheel.daemon.calibration import calibrate_rubric
 
     settings = load_config(config)
     calibrated = run_async(
@@ -112,7 +111,6 @@ def calibrate(
 
 def _tell(repeats: int, quiet: bool, replies: int, cost: Cost) -> str:
     """Print the expected cost; it, in words."""
-    from rich.console import Console
 
     estimate = estimated(cost.json())
     times = f", {repeats} times each" if repeats > 1 else ""
@@ -173,7 +171,6 @@ def suggest(
     config: ConfigOption = None,
 ) -> None:
     """Have the judge draft a rubric from labelled replies. The draft passes `flywheel rubric check`."""
-    from flywheel.daemon.calibration import draft_rubric
 
     if out is not None and out.exists() and not force:
         raise ConfigError(f"write {out}", "it exists", "Name another file, or use --force.")

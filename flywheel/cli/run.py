@@ -8,21 +8,21 @@ import gc
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from flywheel.cli.app import ConfigOption, app, find_config, given_settings, load_config, open_state, run_async
+from flywheel.config.file import Config
+from flywheel.daemon.rounds.by_hand import left_of_round
+from flywheel.daemon.service import Service
+from flywheel.errors import FlywheelError
 from flywheel.system.process import tune_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from flywheel.config.file import Config
-    from flywheel.errors import FlywheelError
+from flywheel.system.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,6 @@ def _pages(config: Path | None, port: int) -> Iterator[None]:
 async def _run(
     config: Config, once: bool, max_rounds: int | None, pages: Callable[[], AbstractContextManager[None]]
 ) -> FlywheelError | None:
-    from flywheel.daemon.rounds.by_hand import left_of_round
-    from flywheel.daemon.service import Service
-    from flywheel.system.signals import StopSignals
 
     async with open_state(config, lock=True) as store:
         service = Service(config, store)

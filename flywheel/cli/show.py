@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
 from flywheel.cli.tables import criterion_lines
+from flywheel.config.file import Config
+from flywheel.daemon import evaluation_log
 from flywheel.errors import StoreError
+from flywheel.records.round import RoundSelection
+from flywheel.store.views import erased_samples, lineage
+from flywheel.store.views.task_list import detail, of_subject
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
-
-if TYPE_CHECKING:
-    from flywheel.config.file import Config
+from flywheel.training.data.rollout_file import DROPPED, conversations
 
 EXCERPT: Final = 60
 """Characters of a question or an answer in the list of a debug round."""
@@ -42,7 +45,6 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a task in full with its verdict, what became of a reply that is none, or a round with its adapter."""
-    from flywheel.store.views.task_list import detail, of_subject
 
     settings = load_config(config)
     given = {"--task": task, "--step": step, "--tokens": tokens or None}
@@ -90,8 +92,6 @@ def rollouts(
 
 def _show_story(settings: Config, subject: str, attempted: str, *, as_json: bool) -> None:
     """What an adapter was trained on, or what became of replies."""
-    from flywheel.daemon import evaluation_log
-    from flywheel.store.views import erased_samples, lineage
 
     story = run_async(read_state(settings, lambda conn: lineage.why(conn, subject, settings.takes)))
     if story is None:
@@ -120,7 +120,6 @@ def _show_rollouts(
     settings: Config, name: str, task: str | None, step: int | None, *, tokens: bool, as_json: bool
 ) -> None:
     """The rollouts of a round by their prompts, each with the conversation, the reward and the failed criteria."""
-    from flywheel.training.data.rollout_file import conversations
 
     if tokens and not as_json:
         raise typer.BadParameter("it requires --json; `flywheel web` shows tokens", param_hint="--tokens")
@@ -201,7 +200,6 @@ def _verdict(verdict: dict[str, Any] | None) -> Iterator[str]:
 
 def _group_lines(group: Mapping[str, Any]) -> Iterator[str]:
     """The rollouts of one prompt."""
-    from flywheel.training.data.rollout_file import DROPPED
 
     members = group["rollouts"]
     rewards = [item["reward"] for item in members if item["reward"] is not None]
@@ -227,7 +225,6 @@ def _group_lines(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _round_lines(story: dict[str, Any]) -> Iterator[str]:
-    from flywheel.daemon import evaluation_log
 
     yield f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}"
     yield f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}"
@@ -271,7 +268,6 @@ def _round_lines(story: dict[str, Any]) -> Iterator[str]:
 
 
 def _sampling_lines(sampling: dict[str, Any] | None, selection: dict[str, Any] | None) -> Iterator[str]:
-    from flywheel.records.round import RoundSelection
 
     if selection is not None:
         yield from (f"selected {each}" for each in RoundSelection.model_validate(selection).sentences)

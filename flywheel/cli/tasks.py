@@ -6,10 +6,13 @@ import difflib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from sqlalchemy import Connection
 
+from flywheel.cli import documents
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -22,15 +25,14 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import Row, counted, print_rows, spent, stdout
+from flywheel.daemon.document_tasks import OUTCOMES
 from flywheel.errors import EXIT_USAGE
 from flywheel.records import skipping
 from flywheel.records.states import SkipReason, TaskState
+from flywheel.store import ledger
+from flywheel.store.requests import RequestKind
+from flywheel.store.views import task_list
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from sqlalchemy import Connection
-
 
 tasks_app = command_group(
     "tasks", "List tasks with their verdicts; release or reject held tasks.", no_args_is_help=False
@@ -76,8 +78,6 @@ def list_tasks(
                 )
         context.obj = config, as_json  # they apply to the verb too
         return
-    from flywheel.store import ledger
-    from flywheel.store.views import task_list
 
     conditions = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
@@ -150,7 +150,6 @@ def decide(
     if bool(ids) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
-    from flywheel.store.requests import RequestKind
 
     report = ask(settings, RequestKind(verb), {"tasks": ids or None})
     assert report is not None  # these need no instance lock
@@ -186,8 +185,6 @@ def from_documents(
     A task with a quote that does not occur in its document is refused. The command given again asks for what is
     missing.
     """
-    from flywheel.cli import documents
-    from flywheel.daemon.document_tasks import OUTCOMES
 
     if not directory.is_dir():
         raise typer.BadParameter(f"there is no directory {directory}", param_hint="DIR")

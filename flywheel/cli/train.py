@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.core import TyperCommand
 
+from flywheel.cli import progress_bars
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -20,13 +21,15 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import criterion_lines
+from flywheel.config.command_lines import data_set
+from flywheel.config.training import Stage
+from flywheel.daemon.file_round import TuneResult
+from flywheel.daemon.rounds.file_tasks import sentence_of
+from flywheel.daemon.stage_round import StageRound, prepare
 from flywheel.errors import EXIT_FAILED
+from flywheel.system.signals import unless_cancelled
 from flywheel.system.terminal import escape_terminal, quantity
-
-if TYPE_CHECKING:
-    from flywheel.config.training import Stage
-    from flywheel.daemon.file_round import TuneResult
-    from flywheel.daemon.stage_round import StageRound
+from flywheel.training.data.round_progress import read_steps
 
 train = command_group("train", "Train an adapter on a file by hand, without a daemon.")
 
@@ -49,7 +52,6 @@ class StageCommand(TyperCommand):
 
 
 def _no_data_set(path: Path) -> Path:
-    from flywheel.config.command_lines import data_set
 
     if why := data_set(str(path)):
         raise typer.BadParameter(f"{why}: name the file of its lines")
@@ -104,7 +106,6 @@ def train_on(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from flywheel.daemon.stage_round import prepare
 
     given = context.params | {"data": None, "as_json": None, "config": find_config(config)}
     if task_weights is not None:
@@ -144,8 +145,6 @@ def _option(argument: str) -> str:
 
 async def _run(ready: StageRound, *, quiet: bool) -> TuneResult:
     """Run the round. A signal stops its worker. Raises StoppedError and TrainError."""
-    from flywheel.cli import progress_bars
-    from flywheel.system.signals import unless_cancelled
 
     left = f"The same command goes on with it; its files are in {ready.directory}."
     async with progress_bars.beside(progress_bars.of_round(ready.directory, quiet=quiet)):
@@ -153,7 +152,6 @@ async def _run(ready: StageRound, *, quiet: bool) -> TuneResult:
 
 
 def _report(ready: StageRound, made: TuneResult) -> dict[str, Any]:
-    from flywheel.training.data.round_progress import read_steps
 
     steps = read_steps(made.directory)
 
@@ -182,7 +180,6 @@ def _report(ready: StageRound, made: TuneResult) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from flywheel.daemon.rounds.file_tasks import sentence_of
 
     if report["adapter"] is None:
         print_error(f"flywheel: {report['stage']} made no adapter: {report['reason']}")
