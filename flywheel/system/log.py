@@ -79,7 +79,8 @@ class _Stderr(logging.StreamHandler[TextIO]):
     """Writes to the stderr of the moment: rich replaces it while it draws a bar, so that lines are above that."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
+        # Unlike `setStream`, this does not flush the one before, which may be closed.
+        self.stream = sys.stderr
         super().emit(record)
 
 
