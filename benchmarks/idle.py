@@ -42,7 +42,11 @@ GIVE_UP_SECONDS: Final = 300.0
 def write_config(folder: Path, databases: Sequence[Database], judge: str, judged: int, dead: str) -> Path:
     rubric = {
         "id": "benchmark",
-        "criteria": [{"id": name, "value": f"The answer is {name}."} for name in judge_endpoint.CRITERIA],
+        "criteria": [
+            # As in the shipped rubrics: a check that loads a model of languages.
+            {"id": "language", "type": "language"},
+            *({"id": name, "value": f"The answer is {name}."} for name in judge_endpoint.CRITERIA),
+        ],
     }
     (folder / "rubric.yaml").write_text(yaml.safe_dump(rubric))
     config = folder / "flywheel.yaml"
