@@ -76,7 +76,7 @@ def train_round(
     expected = None
     if adapter is None:
         own = settings.by_target().get(target or "", settings)
-        expected = run_async(read_state(settings, lambda conn: forecast(conn, own), warn=False))
+        expected = run_async(read_state(settings, lambda conn: forecast(conn, own), warn=debug))
     if expected is not None and not as_json:
         typer.echo(forecast_text(expected))
     if force and not debug:
