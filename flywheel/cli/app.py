@@ -441,12 +441,6 @@ def _owned(conn: Connection, config: Config) -> str:
     return ""
 
 
-async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:
-    """Change the state in one transaction. Raises StoreError."""
-    async with open_state(config, lock=lock) as store:
-        return await store.write(change)
-
-
 def this_person() -> str:
     """The name of the user who runs the command."""
     import getpass
