@@ -115,7 +115,12 @@ def _coreset(values: Values) -> Any:
     size, strategy = (values.get(f"sft_config.coreset_{name}") for name in ("target_size", "strategy"))
     if size is None:
         return Refusal("nothing says how many samples are chosen", "Set `coreset_target_size`.")
-    return {"size": size, "strategy": strategy or "loss_topk"}
+    strategy = strategy or "loss_topk"
+    is_alone = values["stages"] == ["sft"] and not values.get("sft_config.use_online_continual")
+    if strategy in ("loss_topk", "hybrid") and not is_alone:
+        why = f"a choice by loss ({strategy}) is for the stage sft alone, and without replay"
+        return Refusal(why, "Set `coreset_strategy` to diversity or random.")
+    return {"size": size, "strategy": strategy}
 
 
 def _replay(values: Values) -> Any:

@@ -538,12 +538,13 @@ def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
 
 
 def test_a_rule_about_two_settings_refuses_both_with_the_whole_reason(tmp_path: Path) -> None:
-    chosen = {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True}
-    write_yaml(tmp_path / "a.yaml", {"sft_config": {"base_model": "m", **chosen}})
+    chosen = {"use_coreset_selection": True, "coreset_target_size": 9}
+    raw = {"run_warmup": True, "run_rl": False, "sft_config": {"base_model": "m", **chosen}}
+    write_yaml(tmp_path / "a.yaml", raw)
     refused = migrated(tmp_path / "a.yaml").refused
-    assert [row.place for row in refused] == ["sft_config.coreset_target_size", "sft_config.use_online_continual"]
+    assert {row.use for row in refused} == {"training.stages", "training.coreset"}
     for row in refused:
-        assert "strategy loss_topk has no replay; use diversity or random (coreset is `sft_config" in row.why
+        assert "it is for stages [sft]; use diversity or random" in row.why and "(stages is `run" in row.why
 
 
 def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
         ({"use_coreset_selection": True}, "nothing says how many samples.*Set `coreset_target_size`"),
         (
             {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True},
-            "strategy loss_topk has no replay; use diversity or random.*replay is `sft_config.use_online_continual`",
+            r"a choice by loss \(loss_topk\) is for the stage sft alone.*Set `coreset_strategy` to diversity or random",
         ),
         ({"warmup_ratio": 3}, "3 is no share of the steps"),
         ({"batch_size": "four"}, "`sft_config.batch_size`: it is no whole number"),
@@ -375,6 +375,11 @@ def test_all_refused_options_are_named_in_one_error() -> None:
     assert {line.split("`")[1] for line in lines} == {
         "rl_config.algorithm", "sft_config.use_dora", "sft_config.train_data", "sft_config.bogus",
     }  # fmt: skip
+    chosen = {"use_coreset_selection": True, "coreset_target_size": 9, "batch_size": "x"}
+    message = refusal({"sft_config": chosen, "rl_config": {"algorithm": "dpo"}})
+    assert [line.split("`")[1] for line in message.splitlines()[1:]] == [
+        "sft_config.use_coreset_selection", "sft_config.batch_size",
+    ]  # fmt: skip
 
 
 SHIPPED = load_rubric(shipped_folder() / "rubrics" / "agent-reward.yaml")
