@@ -341,10 +341,14 @@ def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
     assert re.search("`reward_config.timeout_seconds`: `timeout_seconds`: it must be (above 0|a .*number)", message)
 
 
-def test_rewards_without_numbers_are_those_of_sage() -> None:
-    (row,) = rows({"reward_config": {}})["reward_config"]
+@pytest.mark.parametrize("given", [{}, None, {"max_steps": 5}, {"max_steps": 5, "weights": None}], ids=str)
+def test_rewards_without_numbers_are_those_of_sage(given: Any, tmp_path: Path) -> None:
+    raw = {"reward_config": given}
+    (row,) = rows(raw)["reward_config"]
     assert (row.outcome, row.use, row.made) == ("replaced by", "filter.rubric", "rubrics/agent-reward.yaml")
-    assert translate({"reward_config": {}}, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+    assert translate(raw, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+    (tmp_path / "sage.yaml").write_text(yaml.safe_dump(raw))
+    assert rubric_of(load(tmp_path / "sage.yaml")).hash == SHIPPED.hash
 
 
 def test_the_data_of_sft_are_not_those_of_a_file_with_a_reader() -> None:
