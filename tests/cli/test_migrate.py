@@ -367,6 +367,28 @@ def test_a_value_that_no_python_could_make_is_an_expression(tmp_path: Path) -> N
     assert "{[1]: 2}" in row.why
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("f(api_key='sk-abcdef0123456789abcdef')", "f(api_key='[secret]')"),
+        ("f('sk-abcdef0123456789abcdef', 3, key='q')", "f('[secret]', 3, key='q')"),
+        ("f({'token': 'mine', 'at': x}, password=['a'])", "f({'token': '[secret]', 'at': x}, password=['[secret]'])"),
+        ("f(api_key=env('MY_API_KEY'), token=e['A_TOKEN'])", "f(api_key=env('MY_API_KEY'), token=e['A_TOKEN'])"),
+        ("f(f'sk-abcdef0123456789abcdef{x}', q=b'x')", "f(f'[secret]{x}', q=b'x')"),
+    ],
+)
+@pytest.mark.parametrize("option", ["optim", "base_model"])
+def test_an_expression_is_shown_without_keys(
+    flywheel: Run, tmp_path: Path, value: str, shown: str, option: str
+) -> None:
+    (tmp_path / "a.py").write_text(f"AgentSFTConfig({option}={value})")
+    for ran in (flywheel("migrate", "a.py"), flywheel("migrate", "a.py", "--json")):
+        assert "sk-abc" not in ran.out + ran.err and "'mine'" not in ran.out
+    (row,) = [row for row in migrated(tmp_path / "a.py").rows if row.place == f"sft_config.{option}"]
+    assert row.value == shown
+    assert option == "optim" or (row.outcome == "refused" and shown in row.why)
+
+
 def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
     flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
