@@ -658,6 +658,28 @@ def test_secrets_of_flywheels_own_sections_are_neither_printed_nor_written(
     assert HIDDEN not in flywheel("migrate", "a.yaml").out
 
 
+def test_a_row_has_the_variable_in_a_value_as_it_is_written(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKEY", HIDDEN)
+    path = f"{tmp_path}/${{oc.env:SKEY}}.jsonl"
+    (tmp_path / f"{HIDDEN}.jsonl").write_text("")
+    taskset = {"path": path, "split": "dev"}
+    inputs = {"taskset": taskset, "eval_tasksets": [taskset]}
+    reader = {"type": "jsonl_dataset_file", "jsonl_dataset_file": {"training": {"file_path": path}}}
+    for raw, places in (
+        ({"ajet": {"model": {"path": "m"}, "task_reader": reader}}, 1),
+        ({"model": {"model_path": "m"}, "buffer": {"explorer_input": inputs}}, 2),
+    ):
+        write_yaml(tmp_path / "a.yaml", raw)
+        for option in ("--json", "--output=made"):
+            ran = flywheel("migrate", "a.yaml", option)
+            assert HIDDEN not in ran.out.split("forecast")[0], ran.out
+        rows = [row for row in flywheel("migrate", "a.yaml", "--json").json["rows"] if path in str(row["value"])]
+        assert (len(rows), all(path in str(row["made"]) for row in rows)) == (places, True)
+        assert any(HIDDEN in text for text in migrated(tmp_path / "a.yaml", tmp_path / "made").files.values())
+
+
 @pytest.mark.parametrize("name", ["base_url", "custom_rubrics"])
 def test_secrets_of_filters_are_neither_printed_nor_written(name: str, flywheel: Run, tmp_path: Path) -> None:
     entry = DEDUPLICATION | {"params": {"model": "e"}} if name == "base_url" else EVALUATE
