@@ -167,9 +167,9 @@ async def in_turn(*steps: Callable[[], Awaitable[object]]) -> None:
     failed.sort(key=lambda error: isinstance(error, FlywheelError))
     if len(failed) > 1 and isinstance(failed[0], FlywheelError):
         raise FlywheelError("do every step", " ".join(map(str, failed)))
-    for error in failed[1:]:
-        is_expected = isinstance(error, FlywheelError) or shortage_of(error) is not None
-        log.error("%s", error, exc_info=None if is_expected else error)
+    for other in failed[1:]:
+        is_expected = isinstance(other, FlywheelError) or shortage_of(other) is not None
+        log.error("%s", other, exc_info=None if is_expected else other)
     if failed:
         raise failed[0]
 

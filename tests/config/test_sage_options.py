@@ -213,7 +213,7 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
         ({"use_coreset_selection": True}, "nothing says how many samples.*Set `coreset_target_size`"),
         (
             {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True},
-            r"a choice by loss \(loss_topk\) is for the stage sft alone.*Set `coreset_strategy` to diversity or random",
+            r"a choice by loss \(loss_topk\) is for the stage sft alone.*Set `coreset_strategy` to diversity or",
         ),
         ({"warmup_ratio": 3}, "3 is no share of the steps"),
         ({"batch_size": "four"}, "`sft_config.batch_size`: it is no whole number"),
