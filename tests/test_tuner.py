@@ -134,6 +134,17 @@ def test_arguments_win_over_the_mapping_and_the_mapping_over_the_file(tmp_path: 
     assert (found.settings.training.steps, found.epochs) == (3, None)
 
 
+def test_an_argument_may_have_a_part_of_what_the_configuration_has(tmp_path: Path) -> None:
+    trinity_file = tmp_path / "trinity.yaml"
+    taskset = {"path": "/tmp/d.jsonl", "split": "dev"}
+    trinity_file.write_text(yaml.safe_dump({"buffer": {"total_steps": 7, "explorer_input": {"taskset": taskset}}}))
+    for config in ({"model": {"base": "m"}, "train_dataset": taskset}, trinity_file):
+        found = round_of(config, train_dataset={"total_steps": 5})
+        assert (found.settings.training.steps, found.train["path"]) == (5, "/tmp/d.jsonl")
+        found = round_of(config, train_dataset={}, eval_dataset={})
+        assert (found.train["path"], len(found.held_out)) == ("/tmp/d.jsonl", 1)
+
+
 def test_the_steps_are_epochs_times_tasks_by_batch(tmp_path: Path) -> None:
     rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
     rows.write_text("".join(json.dumps({"seed": n}) + "\n" for n in range(10)))

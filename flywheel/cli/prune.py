@@ -49,7 +49,10 @@ def prune(
     if as_json:
         import msgspec
 
-        print_json(msgspec.to_builtins(done))
+        told = msgspec.to_builtins(done)
+        for each in told["removed"]:
+            del each["dir"]
+        print_json(told)
         return
     for line in _lines(settings, done):
         typer.echo(escape_terminal(line, one_line=True))
@@ -67,14 +70,18 @@ async def _prune(config: Config, keep_days: float | None, *, dry_run: bool) -> P
 
 
 def _lines(config: Config, done: Pruned) -> Iterator[str]:
-    would, kept = "would be " if done.dry_run else "", config.serving.call_log
+    kept = config.serving.call_log
     logs = [each for each in done.call_logs if each.calls or (done.dry_run and each.above)]
     for log in logs:
-        size = f"{byte_size(log.size)}{'' if done.dry_run else ' stay'}"
-        above = f", {byte_size(log.above)} above {kept.max_gb:g} GB" if kept is not None and log.above else ""
-        yield f"{log.path}  {quantity(log.calls, 'call')} {would}removed, {size}{above}"
+        if done.dry_run and kept is not None:
+            # How many calls are too many is known once they are removed.
+            parts = [f"{quantity(log.calls, 'call')} older than {kept.keep_days:g} days"] if log.calls else []
+            parts += [f"{byte_size(log.above)} above {kept.max_gb:g} GB"] if log.above else []
+            yield f"{log.path}  {' and '.join(parts)}"
+        else:
+            yield f"{log.path}  {quantity(log.calls, 'call')} removed, {byte_size(log.size)} stay"
     for each in done.removed:
-        yield f"{each.round}  {each.state}  {each.finished_at[:10]}  {byte_size(each.bytes)}"
+        yield f"{each.round}  {each.state}  {each.finished_at[:10]}  {byte_size(each.bytes)}  {each.dir}"
     yield from (f"{each.round}  stays: {each.why}" for each in done.kept)
     if done.removed:
         what = f"{quantity(len(done.removed), 'round')}, {byte_size(done.bytes)}"

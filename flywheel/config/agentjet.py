@@ -309,8 +309,8 @@ def _program(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, 
 
 def _missing(raw: Mapping[str, Any], own: Mapping[str, Any], made: Mapping[str, Row]) -> Iterator[Row]:
     """Refused rows for values that a file needs."""
-    # Beside a section at the root, an empty one says nothing.
-    kinds = Mapping if raw.keys().isdisjoint((READER, SECTION)) else Mapping | None
+    # Beside the other one, or a section at the root, an empty one says nothing.
+    kinds = Mapping if not _root(raw) and raw.keys().isdisjoint((READER, SECTION)) else Mapping | None
     wrong = [root for root in ROOTS if not isinstance(raw.get(root, {}), kinds)]
     for root in wrong:
         shown = "a list" if isinstance(raw[root], list) else "empty" if raw[root] is None else raw[root]

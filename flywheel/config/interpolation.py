@@ -87,9 +87,9 @@ def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> 
                 continue
             if len(str(value)) > MAX_CHARACTERS:
                 raise _error(document, place, attempted, f"it becomes longer than {MAX_CHARACTERS} characters")
-            above[key] = _mapped(value, _escaped)
+            above[key] = mapped(value, _escaped)
         if not (left := waiting):
-            return _mapped(
+            return mapped(
                 OmegaConf.to_container(whole, resolve=True),
                 lambda end: texts[int(end[len(MARK) :])] if isinstance(end, str) and end.startswith(MARK) else end,
             )
@@ -107,11 +107,11 @@ def _excess(text: str, count: int) -> str:
     return ""
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy with other values at its ends."""
     if isinstance(value, Mapping):
-        return {key: _mapped(inner, change) for key, inner in value.items()}
-    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else change(value)
+        return {key: mapped(inner, change) for key, inner in value.items()}
+    return [mapped(inner, change) for inner in value] if isinstance(value, list) else change(value)
 
 
 def _escaped(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from flywheel.config.sage import SAGE
 from flywheel.config.section import put
 from flywheel.errors import ConfigError
+from flywheel.secrets import REDACTED, without_secrets
 from flywheel.system.files import read_given
 
 CLASSES: Final = {
@@ -21,7 +22,32 @@ CLASSES: Final = {
 
 
 class Expression(str):
-    """The text of a value that only running a Python file would tell."""
+    """The text of a value that only running a Python file would tell, without keys and passwords in it."""
+
+
+class _WithoutSecrets(ast.NodeTransformer):
+    """Hides constants that are secrets by their value, or by the name of their keyword or key."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        return ast.keyword(node.arg, _WithoutSecrets(node.arg or "").visit(node.value))
+
+    def visit_Dict(self, node: ast.Dict) -> ast.Dict:
+        names = [key.value if isinstance(key, ast.Constant) else "" for key in node.keys]
+        values = [_WithoutSecrets(str(name)).visit(each) for name, each in zip(names, node.values, strict=True)]
+        return ast.Dict(node.keys, values)
+
+    def visit_Call(self, node: ast.expr) -> ast.AST:
+        # What a function or a mapping gets is not what it returns.
+        return _WithoutSecrets("").generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return self.visit_Call(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return node if without_secrets(node.value, self._name) is node.value else ast.Constant(REDACTED)
 
 
 def options_in(file: Path, attempted: str) -> dict[str, Any]:
@@ -37,7 +63,7 @@ def options_in(file: Path, attempted: str) -> dict[str, Any]:
             for option in call.keywords:
                 # A section of the pipeline is that of its class, called here or above.
                 if f"{option.arg}." not in sections:
-                    put(made, f"{CLASSES[name]}{option.arg or '**'}", _value_of(option.value))
+                    put(made, f"{CLASSES[name]}{option.arg or '**'}", _value_of(option))
         stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
         targets = [node.value if isinstance(node, ast.Subscript) else node for node in stored]
         options = {
@@ -64,8 +90,8 @@ def options_in(file: Path, attempted: str) -> dict[str, Any]:
     return made
 
 
-def _value_of(node: ast.expr) -> Any:
+def _value_of(option: ast.keyword) -> Any:
     try:
-        return ast.literal_eval(node)
+        return ast.literal_eval(option.value)
     except (ValueError, TypeError):
-        return Expression(ast.unparse(node))
+        return Expression(ast.unparse(_WithoutSecrets("").visit_keyword(option).value))

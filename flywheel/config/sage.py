@@ -115,7 +115,12 @@ def _coreset(values: Values) -> Any:
     size, strategy = (values.get(f"sft_config.coreset_{name}") for name in ("target_size", "strategy"))
     if size is None:
         return Refusal("nothing says how many samples are chosen", "Set `coreset_target_size`.")
-    return {"size": size, "strategy": strategy or "loss_topk"}
+    strategy = strategy or "loss_topk"
+    is_alone = values["stages"] == ["sft"] and not values.get("sft_config.use_online_continual")
+    if strategy in ("loss_topk", "hybrid") and not is_alone:
+        why = f"a choice by loss ({strategy}) is for the stage sft alone, and without replay"
+        return Refusal(why, "Set `coreset_strategy` to diversity or random.")
+    return {"size": size, "strategy": strategy}
 
 
 def _replay(values: Values) -> Any:
@@ -266,6 +271,8 @@ def rubrics_in(raw: Any) -> dict[str, dict[str, Any]]:
     """The rubric that `reward_config` of a file stands for, by the name of its file: the shipped one with its
     numbers, without parts that have none; empty without the section."""
     given = value_at(raw, "reward_config")
+    if given is None and has(raw, "reward_config"):
+        given = {}
     if not isinstance(given, Mapping):
         return {}
     made, criteria = _shipped(), list[dict[str, Any]]()
@@ -312,7 +319,8 @@ def _options(raw: Mapping[str, Any], *, alone: bool) -> tuple[list[Option], dict
         for key, value in SAGE.leaves({of: below})
         if value is not None
     ]
-    if raw.get("reward_config") == {}:
+    has_numbers = any(SAGE.uses.get(key) == "filter.rubric" for _, key, _ in found)
+    if not has_numbers and isinstance(raw.get("reward_config", ""), Mapping | None):
         # All of its numbers are SAGE's.
         found.append(("reward_config", "reward_config.penalties", {}))
     return found, rest

@@ -22,7 +22,7 @@ from flywheel.config import agentjet
 from flywheel.config.command_lines import Translated, translated
 from flywheel.config.file import Config, numbered, parse
 from flywheel.config.foreign import Row, variable_of
-from flywheel.config.interpolation import values_of
+from flywheel.config.interpolation import mapped, values_of
 from flywheel.config.python_file import Expression, options_in
 from flywheel.config.sage import ROOTS
 from flywheel.config.section import GivenSetting, leaves, merged, put, value_at
@@ -45,6 +45,8 @@ RUBRIC: Final = "rubrics/agentjet.yaml"
 WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting that may be a secret: whoever knows the address can send to it."""
 VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*(\w+)")
+WHOLE: Final = re.compile(r"\$\{[^{}]*\}")
+"""A text that is nothing but a variable."""
 ENGINES: Final = ("rollout.engines", "rollout.tensor_parallel")
 BACKBONES: Final = tuple(f"{root}.backbone" for root in ROOTS)
 BACKBONE_COUNTS: Final = "`--backbone` counts"
@@ -153,6 +155,7 @@ def _of_file(file: Path, folder: Path, *, has_backbone: bool) -> Migration:
     places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
     secret = {row.place: row for row in _secrets(found.settings, written, places)}
     rows = [_shown(row, written, has_backbone=has_backbone) for row in found.rows if row.place not in secret]
+    rows = [*_as_written(rows, raw, written)]
     made = Migration(found.program, [*rows, *secret.values()])
     missing = [row.use for row in made.refused if row.value is None and row.use]
     if len(missing) < len(made.refused) or (missing not in ([], ["model.base"]) and found.program != TUNER):
@@ -193,6 +196,22 @@ def _shown(row: Row, written: Any, *, has_backbone: bool) -> Row:
     if row.use in ENGINES and row.made != 1:
         return row._replace(why="it is written as it is, also if this machine has fewer GPUs")
     return row
+
+
+def _as_written(rows: Sequence[Row], raw: Any, written: Any) -> Iterator[Row]:
+    """The rows with texts as they are `written` where a variable fills in a part: it may be secret."""
+    filled = dict(leaves(raw))
+    texts = {
+        filled.get(place): text
+        for place, text in leaves(written)
+        if isinstance(text, str) and VARIABLE.search(text) and not WHOLE.fullmatch(text)
+    }
+
+    def change(value: Any) -> Any:
+        return texts.get(value, value) if isinstance(value, str) else value
+
+    for row in rows:
+        yield row._replace(value=mapped(row.value, change), made=mapped(row.made, change)) if texts else row
 
 
 def _with_error(row: Row, error: ConfigError) -> Row:

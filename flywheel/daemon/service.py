@@ -72,8 +72,10 @@ SPARE_SECONDS = 15.0
 class MemoryRelease:
     """`check` is called at regular intervals, `note_work` whenever there was something to ingest or judge."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, judging: asyncio.Lock) -> None:
+        """`judging` is held while something is judged."""
         self._store = store
+        self._judging = judging
         self._idle_checks = 0
 
     def note_work(self) -> None:
@@ -81,10 +83,19 @@ class MemoryRelease:
 
     async def check(self) -> None:
         self._idle_checks += 1
-        if self._idle_checks % CHECKS_PER_RELEASE == IDLE_CHECKS:
-            await self._store.release_memory()
-            language.forget_model()
-            await asyncio.to_thread(trim_malloc)
+        if not self._is_due:
+            return
+        # Judging that goes on is work, which is noted at its end.
+        async with waiting_for(self._judging):
+            if self._is_due:
+                await self._store.release_memory()
+                # It waits for a thread that loads the model.
+                await asyncio.to_thread(language.forget_model)
+                await asyncio.to_thread(trim_malloc)
+
+    @property
+    def _is_due(self) -> bool:
+        return self._idle_checks % CHECKS_PER_RELEASE == IDLE_CHECKS
 
 
 class Service:
@@ -118,7 +129,7 @@ class Service:
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._request_watch = RequestWatch(store)
-        self._memory_release = MemoryRelease(store)
+        self._memory_release = MemoryRelease(store, self._judging)
         self.metrics = MetricsServer(
             config.daemon,
             lambda: store.read(snapshot, config),

@@ -156,7 +156,7 @@ class Stage:
 
 async def in_turn(*steps: Callable[[], Awaitable[object]]) -> None:
     """The action of a stage of several steps: each is done, whatever the others raise. Raises the error of the step
-    that failed, or a FlywheelError that has those of all."""
+    that failed, or a FlywheelError that has those of all. Where that is not possible, it logs the others."""
     failed: list[Exception] = []
     for step in steps:
         try:
@@ -167,6 +167,9 @@ async def in_turn(*steps: Callable[[], Awaitable[object]]) -> None:
     failed.sort(key=lambda error: isinstance(error, FlywheelError))
     if len(failed) > 1 and isinstance(failed[0], FlywheelError):
         raise FlywheelError("do every step", " ".join(map(str, failed)))
+    for other in failed[1:]:
+        is_expected = isinstance(other, FlywheelError) or shortage_of(other) is not None
+        log.error("%s", other, exc_info=None if is_expected else other)
     if failed:
         raise failed[0]
 

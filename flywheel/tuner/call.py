@@ -153,10 +153,10 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     # The subset and the split of another data set do not belong to one.
     alone = {"name": None, "split": None}
     if "train_dataset" in given:
-        made["train_dataset"] = {**alone, **made["train_dataset"]}
+        made["train_dataset"] = {**alone, **made.get("train_dataset", {})}
     if "eval_dataset" in given:
         asked = TRINITY.rows(_fields(given["eval_dataset"], "eval_dataset", DatasetConfig))
-        made["eval_dataset"] = [{**alone, **settings_of(asked, "the arguments")["train_dataset"]}]
+        made["eval_dataset"] = [{**alone, **settings_of(asked, "the arguments").get("train_dataset", {})}]
     if "monitor_type" in given:
         made["monitor_type"] = given["monitor_type"]
     return made, {row.use: row.place for row in rows if row.use}

@@ -367,6 +367,28 @@ def test_a_value_that_no_python_could_make_is_an_expression(tmp_path: Path) -> N
     assert "{[1]: 2}" in row.why
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("f(api_key='sk-abcdef0123456789abcdef')", "f(api_key='[secret]')"),
+        ("f('sk-abcdef0123456789abcdef', 3, key='q')", "f('[secret]', 3, key='q')"),
+        ("f({'token': 'mine', 'at': x}, password=['a'])", "f({'token': '[secret]', 'at': x}, password=['[secret]'])"),
+        ("f(api_key=env('MY_API_KEY'), token=e['A_TOKEN'])", "f(api_key=env('MY_API_KEY'), token=e['A_TOKEN'])"),
+        ("f(f'sk-abcdef0123456789abcdef{x}', q=b'x')", "f(f'[secret]{x}', q=b'x')"),
+    ],
+)
+@pytest.mark.parametrize("option", ["optim", "base_model"])
+def test_an_expression_is_shown_without_keys(
+    flywheel: Run, tmp_path: Path, value: str, shown: str, option: str
+) -> None:
+    (tmp_path / "a.py").write_text(f"AgentSFTConfig({option}={value})")
+    for ran in (flywheel("migrate", "a.py"), flywheel("migrate", "a.py", "--json")):
+        assert "sk-abc" not in ran.out + ran.err and "'mine'" not in ran.out
+    (row,) = [row for row in migrated(tmp_path / "a.py").rows if row.place == f"sft_config.{option}"]
+    assert row.value == shown
+    assert option == "optim" or (row.outcome == "refused" and shown in row.why)
+
+
 def test_a_file_of_trinity_becomes_a_program_with_the_same_round(
     flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,12 +560,13 @@ def test_two_wrong_values_have_a_row_each_and_one_of_flywheels_own_has_its_name(
 
 
 def test_a_rule_about_two_settings_refuses_both_with_the_whole_reason(tmp_path: Path) -> None:
-    chosen = {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True}
-    write_yaml(tmp_path / "a.yaml", {"sft_config": {"base_model": "m", **chosen}})
+    chosen = {"use_coreset_selection": True, "coreset_target_size": 9}
+    raw = {"run_warmup": True, "run_rl": False, "sft_config": {"base_model": "m", **chosen}}
+    write_yaml(tmp_path / "a.yaml", raw)
     refused = migrated(tmp_path / "a.yaml").refused
-    assert [row.place for row in refused] == ["sft_config.coreset_target_size", "sft_config.use_online_continual"]
+    assert {row.use for row in refused} == {"training.stages", "training.coreset"}
     for row in refused:
-        assert "strategy loss_topk has no replay; use diversity or random (coreset is `sft_config" in row.why
+        assert "it is for stages [sft]; use diversity or random" in row.why and "(stages is `run" in row.why
 
 
 def test_what_a_file_of_trinity_lacks_is_a_line_to_fill_in(flywheel: Run, tmp_path: Path) -> None:
@@ -633,6 +656,28 @@ def test_secrets_of_flywheels_own_sections_are_neither_printed_nor_written(
         assert rows[places[0]]["value"] == (variable or "[secret]")
         assert "_env`" in rows[places[0]]["hint"]
     assert HIDDEN not in flywheel("migrate", "a.yaml").out
+
+
+def test_a_row_has_the_variable_in_a_value_as_it_is_written(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKEY", HIDDEN)
+    path = f"{tmp_path}/${{oc.env:SKEY}}.jsonl"
+    (tmp_path / f"{HIDDEN}.jsonl").write_text("")
+    taskset = {"path": path, "split": "dev"}
+    inputs = {"taskset": taskset, "eval_tasksets": [taskset]}
+    reader = {"type": "jsonl_dataset_file", "jsonl_dataset_file": {"training": {"file_path": path}}}
+    for raw, places in (
+        ({"ajet": {"model": {"path": "m"}, "task_reader": reader}}, 1),
+        ({"model": {"model_path": "m"}, "buffer": {"explorer_input": inputs}}, 2),
+    ):
+        write_yaml(tmp_path / "a.yaml", raw)
+        for option in ("--json", "--output=made"):
+            ran = flywheel("migrate", "a.yaml", option)
+            assert HIDDEN not in ran.out.split("forecast")[0], ran.out
+        rows = [row for row in flywheel("migrate", "a.yaml", "--json").json["rows"] if path in str(row["value"])]
+        assert (len(rows), all(path in str(row["made"]) for row in rows)) == (places, True)
+        assert any(HIDDEN in text for text in migrated(tmp_path / "a.yaml", tmp_path / "made").files.values())
 
 
 @pytest.mark.parametrize("name", ["base_url", "custom_rubrics"])

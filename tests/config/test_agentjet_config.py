@@ -254,6 +254,12 @@ def test_a_root_that_is_no_mapping_is_named(tmp_path: Path, root: str, value: An
             read(tmp_path, raw)
 
 
+def test_an_empty_root_says_nothing_beside_the_other(tmp_path: Path) -> None:
+    for empty, root in (("ajet", "astuner"), ("astuner", "ajet")):
+        raw = {root: {"task_reader": {"feedback_tracing": SECTION}}, "model": MODEL}
+        assert read(tmp_path, {empty: None, **raw}) == read(tmp_path, raw)
+
+
 @pytest.mark.parametrize(
     ("given", "path", "file"),
     [

@@ -213,7 +213,7 @@ def test_what_a_section_turned_on_leaves_open_is_sages_default() -> None:
         ({"use_coreset_selection": True}, "nothing says how many samples.*Set `coreset_target_size`"),
         (
             {"use_coreset_selection": True, "coreset_target_size": 9, "use_online_continual": True},
-            "strategy loss_topk has no replay; use diversity or random.*replay is `sft_config.use_online_continual`",
+            r"a choice by loss \(loss_topk\) is for the stage sft alone.*Set `coreset_strategy` to diversity or",
         ),
         ({"warmup_ratio": 3}, "3 is no share of the steps"),
         ({"batch_size": "four"}, "`sft_config.batch_size`: it is no whole number"),
@@ -341,10 +341,14 @@ def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
     assert re.search("`reward_config.timeout_seconds`: `timeout_seconds`: it must be (above 0|a .*number)", message)
 
 
-def test_rewards_without_numbers_are_those_of_sage() -> None:
-    (row,) = rows({"reward_config": {}})["reward_config"]
+@pytest.mark.parametrize("given", [{}, None, {"max_steps": 5}, {"max_steps": 5, "weights": None}], ids=str)
+def test_rewards_without_numbers_are_those_of_sage(given: Any, tmp_path: Path) -> None:
+    raw = {"reward_config": given}
+    (row,) = rows(raw)["reward_config"]
     assert (row.outcome, row.use, row.made) == ("replaced by", "filter.rubric", "rubrics/agent-reward.yaml")
-    assert translate({"reward_config": {}}, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+    assert translate(raw, None).rubrics["rubrics/agent-reward.yaml"] == SHIPPED_FILE
+    (tmp_path / "sage.yaml").write_text(yaml.safe_dump(raw))
+    assert rubric_of(load(tmp_path / "sage.yaml")).hash == SHIPPED.hash
 
 
 def test_the_data_of_sft_are_not_those_of_a_file_with_a_reader() -> None:
@@ -375,6 +379,11 @@ def test_all_refused_options_are_named_in_one_error() -> None:
     assert {line.split("`")[1] for line in lines} == {
         "rl_config.algorithm", "sft_config.use_dora", "sft_config.train_data", "sft_config.bogus",
     }  # fmt: skip
+    chosen = {"use_coreset_selection": True, "coreset_target_size": 9, "batch_size": "x"}
+    message = refusal({"sft_config": chosen, "rl_config": {"algorithm": "dpo"}})
+    assert [line.split("`")[1] for line in message.splitlines()[1:]] == [
+        "sft_config.use_coreset_selection", "sft_config.batch_size",
+    ]  # fmt: skip
 
 
 SHIPPED = load_rubric(shipped_folder() / "rubrics" / "agent-reward.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from flywheel.daemon import service
 from flywheel.daemon.service import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease, Service
 from flywheel.errors import ServeError
+from flywheel.judge.rubric.checks import language
 from flywheel.serving.client.adapter_swap import ReplicaReport, SwapReport
 from flywheel.store.kernel.database import Store, version_of
 from flywheel.store.kernel.schema import SCHEMA_VERSION
@@ -151,7 +153,7 @@ async def test_memory_is_released_once_after_work_and_again_after_a_long_idle_ti
 ) -> None:
     released: list[int] = []
     monkeypatch.setattr(service, "trim_malloc", lambda: released.append(1))
-    release = MemoryRelease(store)
+    release = MemoryRelease(store, asyncio.Lock())
     for _ in range(3 * IDLE_CHECKS):
         release.note_work()
         await release.check()
@@ -163,3 +165,27 @@ async def test_memory_is_released_once_after_work_and_again_after_a_long_idle_ti
         await release.check()
     assert len(released) == 2
     assert await store.read(version_of) == await store.write(version_of) == SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("has_judged", [True, False])
+async def test_no_memory_is_released_in_the_middle_of_judging(
+    store: Store, monkeypatch: pytest.MonkeyPatch, has_judged: bool
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(language, "forget_model", lambda: threads.append(threading.current_thread()))
+    judging = asyncio.Lock()
+    release = MemoryRelease(store, judging)
+    for _ in range(IDLE_CHECKS - 1):
+        await release.check()
+    async with judging:
+        check = asyncio.create_task(release.check())
+        # Whatever the check does at once or in a thread is done before this.
+        for _ in range(5):
+            await store.read(version_of)
+            await asyncio.to_thread(lambda: None)
+        assert (threads, check.done()) == ([], False)
+        if has_judged:
+            release.note_work()
+    await check
+    assert len(threads) == (not has_judged)
+    assert threading.main_thread() not in threads, "another thread may load the model, which takes a second"

@@ -4,6 +4,7 @@ known."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -412,7 +413,9 @@ async def test_an_erasure_does_not_wait_for_the_next_day_s_budget(
             await running
 
 
-async def test_each_step_of_a_stage_is_done_and_has_its_own_error(store: Store) -> None:
+async def test_each_step_of_a_stage_is_done_and_has_its_own_error(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     trouble: dict[str, Exception] = {}
     done: list[str] = []
 
@@ -434,9 +437,24 @@ async def test_each_step_of_a_stage_is_done_and_has_its_own_error(store: Store) 
         error = (await store.read(stages.record_of, "retention")).error
         assert done == ["spans", "rounds"]
         assert [each for each in (str(spans), str(old)) if each in error] == said
-    trouble = {"spans": KeyError("a defect"), "rounds": old}
-    await stage.attempt()
-    assert done == ["spans", "rounds"] * 2
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for first, second, traces in (
+        (full, old, 0),
+        (old, full, 0),
+        (ValueError("a defect"), old, 1),
+        (full, ValueError("a defect"), 1),
+        (ValueError("a defect"), KeyError("another"), 2),
+    ):
+        trouble = {}
+        await stage.attempt()
+        trouble, done[:] = {"spans": first, "rounds": second}, []
+        caplog.clear()
+        await stage.attempt()
+        assert done == ["spans", "rounds"]
+        found = [record.exc_info for record in caplog.records if record.exc_info]
+        assert len(found) == traces
+        told = caplog.text.lower()
+        assert all(str(each.strerror if each is full else each).lower() in told for each in (first, second)), told
 
 
 async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batch(

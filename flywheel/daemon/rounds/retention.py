@@ -37,10 +37,11 @@ class RemovedRound(msgspec.Struct, frozen=True):
     state: str
     finished_at: str
     bytes: int
+    dir: str
 
     @classmethod
     def of(cls, row: Row[Any], size: int) -> RemovedRound:
-        return cls(row.name, row.state, row.finished_at, size)
+        return cls(row.name, row.state, row.finished_at, size, row.dir)
 
 
 class KeptRound(msgspec.Struct, frozen=True):

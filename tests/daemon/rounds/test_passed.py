@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, update
 
 from flywheel.daemon.rounds import rounds as rounds_module
-from flywheel.daemon.rounds.retention import Retention
+from flywheel.daemon.rounds.retention import remove_old
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.waiting import waits_for
 from flywheel.daemon.status import snapshot
@@ -293,12 +293,11 @@ async def test_a_candidate_that_waited_is_promoted_once_the_settings_ask_for_nob
 @pytest.mark.slow
 async def test_the_files_of_a_candidate_stay_as_long_as_it_waits(wheel: Wheel, by_hand: Rounds) -> None:
     name = await passes(wheel, by_hand)
-    retention = Retention(wheel.store, wheel.config)
-    done = await retention.remove(0, "test")
-    assert done.removed == ()
+    assert (await remove_old(wheel.store, wheel.config, 0, "test")).removed == []
     assert (wheel.config.state_dir / "rounds" / name / "adapter" / "weights").exists()
     await ask(wheel, RequestKind.REFUSE)
-    assert [each.name for each, _ in (await retention.remove(0, "test")).removed] == [name]
+    removed = (await remove_old(wheel.store, wheel.config, 0, "test")).removed
+    assert [each.round for each in removed] == [name]
 
 
 async def with_parent(wheel: Wheel) -> None:
