@@ -56,8 +56,9 @@ class LangfuseExport(Target):
         self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0}
         self._counts = Counter[str]()
         """What was sent behind the stored position. No text is kept: it may be erased before it is sent again."""
-        self._done: set[str] = set()
-        """The ids of the scores that were sent behind the stored position."""
+        self._done: dict[str, str] = {}
+        """The scores that were sent behind the stored position, by their ids, each as a hash: another verdict of the
+        same reply is sent again."""
 
     async def begin(self) -> None:
         if known := await self._store.read(database.noted, self._settings.note_key):
@@ -113,8 +114,8 @@ class LangfuseExport(Target):
     async def _next_score(self, number: int) -> dict[str, Any] | None:
         """The next score of this reply to send, from the state as it is now; None without one."""
         found = await self._store.read(scores.of_reply, number)
-        unsent = (score for score in self._scores(*found) if score["id"] not in self._done) if found else ()
-        return next(iter(unsent), None)
+        each = self._scores(*found) if found else ()
+        return next((score for score in each if self._done.get(score["id"]) != _hash(score)), None)
 
     async def _send_all(self, replies: Iterable[int]) -> None:
         """Send the scores of these replies. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
@@ -155,7 +156,7 @@ class LangfuseExport(Target):
             after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
             raise self._failure(f"it answered {answer.status_code}", at_least=after)
         self._counts["refused" if is_refused else "sent"] += 1
-        self._done.add(score["id"])
+        self._done[score["id"]] = _hash(score)
 
     def _failure(
         self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0
@@ -163,3 +164,7 @@ class LangfuseExport(Target):
         error = NotifyError(self._attempted, why, hint, retryable=True)
         error.retry_after = min(at_least, LONGEST_WAIT_SECONDS)
         return error
+
+
+def _hash(score: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(score).encode()).hexdigest()

@@ -253,6 +253,21 @@ async def test_what_does_not_arrive_is_sent_later_and_nothing_twice_in_the_store
     assert (len(server.scores), await noted(store, config)) == (6, (6, 0, 0))
 
 
+async def test_a_verdict_that_changes_between_two_attempts_is_sent_again(
+    store: Store, tmp_path: Path, server: Langfuse
+) -> None:
+    export = await begun(store, configured(tmp_path, server))
+    await store.write(put, 1, 2)
+    server.statuses = [200] * 3 + [503]
+    with pytest.raises(NotifyError):
+        await export.deliver()
+    assert server.values() == {"flywheel.accepted": 1, "flywheel.score": 1.0, "flywheel.criteria.correct": 1.0}
+    await store.write(again, "r2", rejected())
+    await export.deliver()
+    assert server.values() == {"flywheel.accepted": 0, "flywheel.score": 0.0, "flywheel.criteria.correct": 0.0}
+    assert (len(server.scores), len(server.requests)) == (6, 4 + 6)
+
+
 async def test_what_was_erased_since_an_attempt_is_not_sent(
     store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
