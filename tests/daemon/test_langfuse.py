@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, notices, verdicts
 from flywheel.store.erasures import Kind
-from flywheel.store.kernel import schema
+from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
 from tests import warm
@@ -233,6 +234,28 @@ async def test_what_a_filter_or_nobody_decided_is_no_score(store: Store, tmp_pat
     await store.write(decide)
     await export.deliver()
     assert server.requests == []
+
+
+async def test_a_position_that_no_verdict_moved_is_seldom_stored(
+    store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, server)
+    export = await begun(store, config)
+    assert config.export.langfuse is not None
+    noted = partial(store.read, database.noted, config.export.langfuse.note_key)
+    begin = await noted()
+    monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 1)
+    await store.write(put_replies, traced(1), traced(2))
+    await export.deliver()
+    assert await noted() == begin
+    await store.write(judge_all)
+    await export.deliver()
+    assert len(server.scores) == 6
+    judged = await noted()
+    monkeypatch.setattr(langfuse, "STORED_AFTER", 0)
+    await store.write(put_replies, traced(3), rowid=3)
+    await export.deliver()
+    assert await noted() != judged
 
 
 @pytest.mark.parametrize("status", [0, 302, 404, 408, 429, 500, 503])
