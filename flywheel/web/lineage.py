@@ -44,9 +44,9 @@ def _find(wanted: str, conn: Connection) -> tuple[str, str]:
         return f"/rounds/{quoted(row.name)}#lineage", ""
     if (named := lineage.subject(conn, wanted)) is None:
         return "", f"No adapter, round, task, conversation, trace or span has the id {wanted}."
-    replies = lineage.replies_of(conn, named, SHOWN)
-    if (key := next((each.key for each in replies if each.key), None)) is not None:
+    if (key := lineage.first_task(conn, named)) is not None:
         return f"/tasks/{quoted(key)}#lineage", ""
+    replies = lineage.replies_of(conn, named, SHOWN)
     why = "; ".join(dict.fromkeys(": ".join(filter(None, (each.skip_reason, each.detail))) for each in replies))
     return "", f"The {named.kind} {wanted} has no task: {why}."
 

@@ -110,6 +110,20 @@ def test_the_replies_of_a_conversation_with_those_without_a_task(
     assert told.status_code == 404 and "has no task: interrupted" in told.text
 
 
+def put_late_task(conn: Connection) -> None:
+    """A conversation whose first reply with a task comes after forty without one."""
+    without = [reply(number, conversation_id="a talk", skip=SkipReason.INTERRUPTED) for number in range(1, 41)]
+    found = batch(*without, reply(41, conversation_id="a talk"))
+    record(conn, ledger.source_id(conn, "/a"), found, train_ratio=1.0, split_seed=42)
+
+
+def test_a_conversation_leads_to_its_first_task_behind_any_number_of_replies_without_one(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", put_late_task)
+    answer = client(config_of(tmp_path)).get("/lineage", params={"id": "a talk"}, follow_redirects=False)
+    assert answer.status_code == 303
+    assert answer.headers["location"].startswith("/tasks/t-")
+
+
 def test_a_round_that_has_made_no_adapter_yet(http: TestClient) -> None:
     page = lineage_of(http.get("/rounds/r0003").text)
     assert "It has never served." in page and "No adapter was trained from it." in page
