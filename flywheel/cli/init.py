@@ -79,7 +79,8 @@ def init(
             raise ExportError(f"write {config}", "it exists", "Edit it, or name another directory.")
         answers = None
     else:
-        answers = _answers(options, directory, asks=not yes and sys.stdin.isatty())
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        answers = _answers(options, directory, asks=not yes and is_terminal)
     _write(directory, answers, systemd=systemd)
     _check(config)
     if config.resolve() != Path("flywheel.yaml").resolve():
