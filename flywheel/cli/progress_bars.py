@@ -67,7 +67,7 @@ class _Bars(Progress):
             return
         self._printed = self.get_time()
         for task in self.tasks:
-            if task.visible and task.completed and not task.finished:
+            if task.visible and task.completed:
                 line = f"{task.description}: {task.completed:,.0f}"
                 if task.total is not None:
                     left = duration((task.total - task.completed) * (task.elapsed or 0) / task.completed)
