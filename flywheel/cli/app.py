@@ -54,7 +54,8 @@ COMMANDS: Final[Mapping[str, str]] = {
 ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "explain": "why"}
 """Other names of commands, which people try first."""
 HINTS: Final[Mapping[str, str]] = {
-    "start": "run", "daemon": "run", "vllm": "serve", "list": "tasks", "ls": "tasks", "view": "show TASK",
+    "start": "run", "daemon": "run", "watch": "status --watch", "metrics": "status --metrics", "vllm": "serve",
+    "list": "tasks", "ls": "tasks", "view": "show TASK",
     "release": "tasks release TASK", "retry": "dead-letters retry ID", "calibrate": "rubric calibrate",
     "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "promote": "deploy", "undo": "rollback",
     "erase": "forget", "delete": "forget", "settings": "config show", "help": "--help", "version": "--version",

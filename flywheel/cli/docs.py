@@ -31,7 +31,7 @@ def docs(
     if page not in pages:
         raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")
     text = pages[page].read_text()
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
     console = Console()

@@ -79,7 +79,8 @@ def init(
             raise ExportError(f"write {config}", "it exists", "Edit it, or name another directory.")
         answers = None
     else:
-        answers = _answers(options, directory, asks=not yes and sys.stdin.isatty())
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        answers = _answers(options, directory, asks=not yes and is_terminal)
     _write(directory, answers, systemd=systemd)
     _check(config)
     if config.resolve() != Path("flywheel.yaml").resolve():
@@ -99,11 +100,21 @@ def _answers(options: dict[str, str | None], directory: Path, *, asks: bool) -> 
     answers = {}
     for name, (question, default) in questions.items():
         checked, given = partial(_checked, name, directory), options[name]
-        if given is None and asks:
-            answers[name] = typer.prompt(question, default=default, value_proc=checked)
-        else:
+        if given is not None or not asks:
             answers[name] = checked(given or default)
+            continue
+        answer, kept = typer.prompt(question, default=default, value_proc=checked), ""
+        while name == "judge" and answer != kept and _lacks_model(answer):
+            doubt = f"No model is named after the URL: {JUDGE.partition(' ')[2]} would be asked"
+            typer.echo(f"{doubt}. Press Enter to keep it, or give another answer.")
+            kept, answer = answer, typer.prompt(question, default=answer, value_proc=checked)
+        answers[name] = answer
     return InitAnswers(**answers)
+
+
+def _lacks_model(judge: str) -> bool:
+    """Whether the default model is hardly meant: it is that of another URL."""
+    return " " not in judge and judge != JUDGE.partition(" ")[0]
 
 
 def _checked(name: str, directory: Path, answer: str) -> str:

@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr, by rich: bars on a terminal, otherwise a line every ten seconds.
+"""Progress of long commands on stderr, by rich: bars on a terminal, otherwise a line or log entry every ten seconds.
 
 Of tasks that are judged (`of_tasks`), of sources that are read (`of_sources`), of a round (`of_round`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +28,13 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.system.terminal import duration, escape_terminal
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 
+log = logging.getLogger(__name__)
+
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal."""
 DRAW_SECONDS: Final = 0.1
 LONG_ROWS: Final = 4_000
-"""Sources with fewer rows to read are not shown."""
+"""Sources with fewer rows to read have no bar."""
 
 NAME_SHOWN: Final = 24
 """Last characters of a source's path."""
@@ -61,18 +64,19 @@ class _Bars(Progress):
         super().__init__(*columns, console=console, transient=True, expand=True, disable=not is_drawn)
         self._printed = self.get_time()
 
-    def print_lines(self) -> None:
-        """Where no bars are drawn, print a line for each now and then."""
+    def lines(self, what: str = "") -> Iterator[str]:
+        """Where no bars are drawn, a line for each now and then, with `what` behind its figures."""
         if not self.disable or self.get_time() - self._printed < LINE_SECONDS:
             return
         self._printed = self.get_time()
         for task in self.tasks:
-            if task.visible and task.completed and not task.finished:
-                line = f"{task.description}: {task.completed:,.0f}"
+            if task.visible and task.completed:
+                total = left = ""
                 if task.total is not None:
-                    left = duration((task.total - task.completed) * (task.elapsed or 0) / task.completed)
-                    line += f" of {task.total:,.0f}, {rate_of(task)}, {left} left"
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    total = f" of {task.total:,.0f}"
+                    seconds = (task.total - task.completed) * (task.elapsed or 0) / task.completed
+                    left = f", {duration(seconds)} left"
+                yield f"{task.description}: {task.completed:,.0f}{total}{what}, {rate_of(task)}{left}"
 
 
 @contextlib.contextmanager
@@ -85,25 +89,34 @@ def of_tasks(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable
             bars.advance(bar)
             # A filter chain can release held tasks while others are judged: there may be more than were counted.
             bars.update(bar, total=max(total, bars.tasks[0].completed))
-            bars.print_lines()
+            for line in bars.lines():
+                bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         yield step
 
 
 async def of_sources(ingestion: Ingestion) -> None:
-    """Show how much of each long source was read, until this is cancelled."""
+    """Show how much of each long source was read, until this is cancelled. Without a terminal the log has it, of each
+    source that is being read."""
     with _Bars() as bars:
-        names = ((source, "/".join(source.path.parts[-2:])[-NAME_SHOWN:]) for source in ingestion.sources())
+
+        def named(path: Path) -> str:
+            short = "/".join(path.parts[-2:])[-NAME_SHOWN:]
+            return str(path) if bars.disable else escape_terminal(short, one_line=True)
+
         sources = [
-            (source, bars.add_task(escape_terminal(name, one_line=True), visible=False)) for source, name in names
+            (source, bars.add_task(named(source.path), total=None, visible=False)) for source in ingestion.sources()
         ]
         while True:
             for source, bar in sources:
                 counts = source.connector.progress
                 most = max(counts.in_all, counts.read)
                 total = most if counts.in_all else None
-                bars.update(bar, completed=counts.read, total=total, visible=most >= LONG_ROWS)
-            bars.print_lines()
+                is_read = total is not None and counts.read == most
+                is_shown = not is_read if bars.disable else most >= LONG_ROWS
+                bars.update(bar, completed=counts.read, total=total, visible=is_shown)
+            for line in bars.lines(" rows read"):
+                log.info("%s", line)
             await asyncio.sleep(DRAW_SECONDS)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Row
 
 from flywheel.config.export import LangfuseSettings
-from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, Target
+from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, STORED_AFTER, Target
 from flywheel.errors import NotifyError
 from flywheel.judge.annotations import OWN_SCORES
 from flywheel.records.verdict import Outcome
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVENTS_AT_ONCE: Final = 200
-"""Events whose scores are sent before the position among the events is stored."""
+"""Events whose scores are sent before the position among the events is stored. One that no reply moved is stored
+after `STORED_AFTER`."""
 REFUSED: Final = frozenset({207, 400, 413, 422})
 """Answers that concern one score: sent again, it would be refused again. 207 has errors inside."""
 PATH: Final = "/api/public/scores"
@@ -53,35 +54,41 @@ class LangfuseExport(Target):
         self._store = store
         self._settings = settings
         self._attempted = f"send scores to Langfuse at {settings.server}"
+        self._position = 0
         self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0}
         self._counts = Counter[str]()
         """What was sent behind the stored position. No text is kept: it may be erased before it is sent again."""
-        self._done: set[str] = set()
-        """The ids of the scores that were sent behind the stored position."""
+        self._done: dict[str, str] = {}
+        """The scores that were sent behind the stored position, by their ids, each as a hash: another verdict of the
+        same reply is sent again."""
 
     async def begin(self) -> None:
         if known := await self._store.read(database.noted, self._settings.note_key):
             self._note = json.loads(known)
+            self._position = self._note["event"]
         else:
-            await self._keep(await self._store.read(notices.newest_event))
+            self._position = await self._store.read(notices.newest_event)
+            await self._keep()
 
     async def deliver(self) -> Pass:
         result = Pass.IDLE
         while True:
-            found, end = await self._store.read(scores.judged_after, self._note["event"], EVENTS_AT_ONCE)
-            if end == self._note["event"]:
+            found, end = await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
+            if end == self._position:
                 return result
             traced = [reply.id for reply, _ in found if _TRACE.fullmatch(reply.trace_id)]
             if traced:
                 await self._send_all(traced)
                 result = Pass.WORKED
             self._counts["untraced"] += len(found) - len(traced)
-            await self._keep(end)
+            self._position = end
+            if self._counts.total() or end - self._note["event"] > STORED_AFTER:
+                await self._keep()
 
-    async def _keep(self, event: int) -> None:
-        """Store that all is sent up to this event."""
+    async def _keep(self) -> None:
+        """Store that all is sent up to the position."""
         counts = {name: self._note[name] + number for name, number in self._counts.items()}
-        note = self._note | {"event": event, **counts}
+        note = self._note | {"event": self._position, **counts}
         await self._store.write(database.note, self._settings.note_key, json.dumps(note))
         self._note = note
         self._counts.clear()
@@ -113,8 +120,8 @@ class LangfuseExport(Target):
     async def _next_score(self, number: int) -> dict[str, Any] | None:
         """The next score of this reply to send, from the state as it is now; None without one."""
         found = await self._store.read(scores.of_reply, number)
-        unsent = (score for score in self._scores(*found) if score["id"] not in self._done) if found else ()
-        return next(iter(unsent), None)
+        each = self._scores(*found) if found else ()
+        return next((score for score in each if self._done.get(score["id"]) != _hash(score)), None)
 
     async def _send_all(self, replies: Iterable[int]) -> None:
         """Send the scores of these replies. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
@@ -155,7 +162,7 @@ class LangfuseExport(Target):
             after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
             raise self._failure(f"it answered {answer.status_code}", at_least=after)
         self._counts["refused" if is_refused else "sent"] += 1
-        self._done.add(score["id"])
+        self._done[score["id"]] = _hash(score)
 
     def _failure(
         self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0
@@ -163,3 +170,7 @@ class LangfuseExport(Target):
         error = NotifyError(self._attempted, why, hint, retryable=True)
         error.retry_after = min(at_least, LONGEST_WAIT_SECONDS)
         return error
+
+
+def _hash(score: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(score).encode()).hexdigest()

@@ -44,18 +44,23 @@ def _find(wanted: str, conn: Connection) -> tuple[str, str]:
         return f"/rounds/{quoted(row.name)}#lineage", ""
     if (named := lineage.subject(conn, wanted)) is None:
         return "", f"No adapter, round, task, conversation, trace or span has the id {wanted}."
-    replies = lineage.replies_of(conn, named, SHOWN)
-    if (key := next((each.key for each in replies if each.key), None)) is not None:
+    if (key := lineage.first_task(conn, named)) is not None:
         return f"/tasks/{quoted(key)}#lineage", ""
+    replies = lineage.replies_of(conn, named, SHOWN)
     why = "; ".join(dict.fromkeys(": ".join(filter(None, (each.skip_reason, each.detail))) for each in replies))
     return "", f"The {named.kind} {wanted} has no task: {why}."
 
 
 def of_aliases(conn: Connection, before: int | None) -> dict[str, Any]:
     """What each alias stands for, and the deployments of the base model, which belong to no round."""
-    found = deployments.listed(conn, None, PER_PAGE + 1, before)
+    active = [(row, _line(conn, row.adapter)) for row in deployments.all_active(conn)]
+    return {"active": active, **_deployments_of(conn, None, before)}
+
+
+def _deployments_of(conn: Connection, adapter: str | None, before: int | None) -> dict[str, Any]:
+    """A page of the deployments of an adapter, or of the base model."""
+    found = deployments.listed(conn, adapter, PER_PAGE + 1, before)
     return {
-        "active": [(row, _line(conn, row.adapter)) for row in deployments.all_active(conn)],
         "deployments": found[:PER_PAGE],
         "older_deployments": found[PER_PAGE - 1].id if len(found) > PER_PAGE else None,
     }
@@ -66,9 +71,9 @@ def _line(conn: Connection, adapter: str | None) -> list[str]:
     return [adapter, *lineage.ancestors(conn, adapter)] if adapter else []
 
 
-def of_round(conn: Connection, found: RoundFacts, *, trains: bool) -> dict[str, Any]:
-    """What the weights of a round's adapter come from, what was trained from them, and the adapter's deployments.
-    Those of a round that `trains` nothing do not come from its parent's."""
+def of_round(conn: Connection, found: RoundFacts, before: int | None, *, trains: bool) -> dict[str, Any]:
+    """What the weights of a round's adapter come from, what was trained from them, and the adapter's deployments
+    `before` a number. Those of a round that `trains` nothing do not come from its parent's."""
     adapter = rounds.adapter(conn, found.name)
     line = [found.name, *(_line(conn, found.parent) if trains else [])]
     ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
@@ -81,7 +86,7 @@ def of_round(conn: Connection, found: RoundFacts, *, trains: bool) -> dict[str, 
         "younger": list(younger.items())[:SHOWN],
         "hidden_younger": max(0, len(younger) - SHOWN),
         "erased": [each.sentence for each in erased_samples.affected(conn) if each.adapter == found.name],
-        "deployments": deployments.listed(conn, found.name, PER_PAGE) if adapter is not None else (),
+        **_deployments_of(conn, found.name, before),
     }
 
 

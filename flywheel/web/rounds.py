@@ -123,8 +123,9 @@ async def show(request: Request) -> Response:
     site, name, query = site_of(request), request.path_params["round"], request.query_params
     split = Split.HELD_OUT if query.get("split") == Split.HELD_OUT.value else Split.TRAIN
     others = list(dict.fromkeys(each for each in query.getlist("with") if each != name))[:MOST_OVERLAID]
-    after = position(query, "after") or 0
-    found = await site.read(partial(_round, site.config, query.get("asked", ""), name, others, split, after))
+    after, deployed = position(query, "after") or 0, position(query, "deployments")
+    asked = query.get("asked", "")
+    found = await site.read(partial(_round, site.config, asked, name, others, split, after, deployed))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
     own, *overlaid = await asyncio.to_thread(lambda: [ListedRound.of(each) for each in found.pop("facts")])
@@ -161,7 +162,14 @@ def _left(directory: Path) -> dict[str, Any]:
 
 
 def _round(
-    config: Config, asked: str, name: str, others: list[str], split: Split, after: int, conn: Connection
+    config: Config,
+    asked: str,
+    name: str,
+    others: list[str],
+    split: Split,
+    after: int,
+    deployed: int | None,
+    conn: Connection,
 ) -> dict[str, Any] | None:
     facts = round_list.facts(conn, [name, *others])
     if name not in facts:
@@ -185,7 +193,7 @@ def _round(
         "waiting": told(conn, config, own),
         "asked": actions.asked(conn, asked),
         "choices": [*choices, *(each for each in others if each in facts and each not in choices)],
-        **lineage.of_round(conn, own, trains=trains),
+        **lineage.of_round(conn, own, deployed, trains=trains),
     }
 
 

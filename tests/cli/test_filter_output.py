@@ -74,6 +74,16 @@ def test_a_line_says_how_far_how_fast_and_how_long(
     assert re.fullmatch(r"(judging: [12] of 3,000, [\d,.]+/(s|min), [\w ]+ left\n){2}", err)
 
 
+def test_lines_go_on_where_there_are_more_tasks_than_were_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with of_tasks("judging", 2) as step:
+        for _ in range(4):
+            step()
+    assert re.findall(r"judging: (\d of \d), ", capsys.readouterr().err) == ["1 of 2", "2 of 2", "3 of 3", "4 of 4"]
+
+
 def test_lines_are_rare_and_a_quiet_one_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

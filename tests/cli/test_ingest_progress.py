@@ -6,16 +6,19 @@ import json
 import re
 import sqlite3
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from flywheel.cli import progress_bars
 from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.studio_connector import Progress
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
 from tests.factories.config import make_config, write_config
 from tests.sources.studio.writer import empty_like, renamed
+from tests.waiting import until
 
 SPANS = 10_000
 
@@ -66,16 +69,34 @@ def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, 
 
 
 @pytest.mark.slow
-def test_without_a_terminal_lines_say_it_now_and_then(
+def test_without_a_terminal_the_log_says_it_now_and_then(
     flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.05)
-    ran = flywheel("ingest", "--json", "-c", config)
+    ran = flywheel("--log-format", "json", "ingest", "--json", "-c", config)
     assert ran.code == 0
     assert ran.json["new"] > 0
-    found = re.findall(r"long\.sqlite: ([\d,]+) of ([\d,]+), [\d,.]+/s, [\w ]+ left", ran.err)
+    logged = [json.loads(line)["message"] for line in ran.err.splitlines()]
+    long = re.escape(str(config.parent / "long.sqlite"))
+    entry = re.compile(long + r": ([\d,]+) of ([\d,]+) rows read, [\d,.]+/s, [\w ]+ left")
+    found = [match.groups() for message in logged if (match := entry.fullmatch(message))]
     assert found, ran.err
     assert all(int(read.replace(",", "")) < int(of.replace(",", "")) for read, of in found)
+
+
+async def test_the_log_has_each_source_that_is_being_read_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    caplog.set_level("INFO", "flywheel")
+    counts = {"short": Progress(10, 200), "unknown": Progress(7), "read": Progress(5, 5), "begun": Progress(0, 9)}
+    sources = [Mock(path=tmp_path / name, connector=Mock(progress=each)) for name, each in counts.items()]
+    async with progress_bars.beside(progress_bars.of_sources(Mock(sources=lambda: sources))):
+        await until(lambda: len(caplog.messages) >= 2, "two entries")
+    short, unknown = caplog.messages[:2]
+    assert re.fullmatch(re.escape(f"{tmp_path}/short") + r": 10 of 200 rows read, [\d,.]+/s, [\w ]+ left", short)
+    assert re.fullmatch(re.escape(f"{tmp_path}/unknown") + r": 7 rows read, [\d,.]+/s", unknown)
+    assert not any(f"{tmp_path}/{name}:" in caplog.text for name in ("read", "begun"))
 
 
 @pytest.mark.slow

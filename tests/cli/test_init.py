@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flywheel.cli.init import BASE, JUDGE, SERVER, InitAnswers, _files_to_write, configured
+from flywheel.cli.init import BASE, JUDGE, SERVER, InitAnswers, _answers, _files_to_write, configured
 from flywheel.config.file import load, parse
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE
 from flywheel.system import files
@@ -96,8 +97,9 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(theirs)
     said = ""
-    # What cannot be used is asked again.
-    answers = iter(["folder", "calls", "gpt-4o", "", "no model", "models/mine", "/a", "http://127.0.0.1:9"])
+    # What cannot be used is asked again, and a judge without a model is asked about.
+    judges = "gpt-4o", "http://127.0.0.1:9/v1", ""
+    answers = iter(["folder", "calls", *judges, "no model", "models/mine", "/a", "http://127.0.0.1:9"])
     (tmp_path / "folder").mkdir()
     until = time.monotonic() + WAIT_SECONDS
     try:
@@ -118,12 +120,39 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     for told in (
         "otlp   spans that the agents send", "calls  the call log of `flywheel serve`",
         "folder is no file that can be read",
-        "gpt-4o is no URL", "no model is neither a hub name", "/a is no URL",
+        "gpt-4o is no URL", "gpt-4o-mini would be asked", "no model is neither a hub name", "/a is no URL",
     ):  # fmt: skip
         assert told in said
     config = load(tmp_path / "flywheel.yaml")
     assert config.sources[0].type == "calls" and config.model.base == "models/mine"
-    assert config.serving.urls == ["http://127.0.0.1:9"] and config.judge.model == "gpt-4o-mini"
+    assert config.serving.urls == ["http://127.0.0.1:9"]
+    assert (config.judge.base_url, config.judge.model) == ("http://127.0.0.1:9/v1", "gpt-4o-mini")
+
+
+@pytest.mark.parametrize(
+    ("typed", "judge"),
+    [
+        ([""], JUDGE),
+        (["http://127.0.0.1:9/v1 a-judge"], "http://127.0.0.1:9/v1 a-judge"),
+        (["http://127.0.0.1:9/v1", ""], "http://127.0.0.1:9/v1"),
+        (["http://127.0.0.1:8/v1", "http://127.0.0.1:9/v1", ""], "http://127.0.0.1:9/v1"),
+        (["http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1 a-judge"], "http://127.0.0.1:9/v1 a-judge"),
+    ],
+)
+def test_a_judge_without_a_model_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: list[str], judge: str
+) -> None:
+    left = iter(typed)
+
+    def prompt(question: str, *, default: str, value_proc: Callable[[str], str]) -> str:
+        return value_proc(next(left) or default)
+
+    monkeypatch.setattr("typer.prompt", prompt)
+    options = {"source": "otlp", "judge": None, "base": BASE, "server": SERVER}
+    assert _answers(options, Path(), asks=True).judge == judge
+    assert next(left, None) is None
+    doubt = "No model is named after the URL: gpt-4o-mini would be asked."
+    assert capsys.readouterr().out.count(doubt) == len(typed) - 1
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ def test_a_hint_names_a_command_that_is_there(flywheel: Run) -> None:
     ran = flywheel("list")
     assert ran.code == 2
     assert "No such command 'list'. Use `flywheel tasks`." in ran.err
+    for option in ("metrics", "watch"):
+        assert f"Use `flywheel status --{option}`." in flywheel(option).err
+        assert f"--{option}" in {name for parameter in group.commands["status"].params for name in parameter.opts}
     assert "Did you mean 'status'?" in flywheel("statsu").err
     assert "'nonsense'" in flywheel("nonsense").err
 

@@ -101,6 +101,13 @@ def test_a_closed_stdout(ingested: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["docs cli >&-", "init new <&-"])
+def test_a_closed_stream_is_no_terminal(tmp_path: Path, command: str) -> None:
+    ran = run(tmp_path, f"flywheel {command}")
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+@pytest.mark.slow
 def test_a_full_stderr_leaves_the_exit_code(folder: Path) -> None:
     assert run(folder, "flywheel status -c none.yaml 2>/dev/full").returncode == 78
     assert run(folder, "flywheel ingest --source none.sqlite 2>/dev/full").returncode == 1

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, notices, verdicts
 from flywheel.store.erasures import Kind
-from flywheel.store.kernel import schema
+from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
 from tests import warm
@@ -235,6 +236,28 @@ async def test_what_a_filter_or_nobody_decided_is_no_score(store: Store, tmp_pat
     assert server.requests == []
 
 
+async def test_a_position_that_no_verdict_moved_is_seldom_stored(
+    store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, server)
+    export = await begun(store, config)
+    assert config.export.langfuse is not None
+    noted = partial(store.read, database.noted, config.export.langfuse.note_key)
+    begin = await noted()
+    monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 1)
+    await store.write(put_replies, traced(1), traced(2))
+    await export.deliver()
+    assert await noted() == begin
+    await store.write(judge_all)
+    await export.deliver()
+    assert len(server.scores) == 6
+    judged = await noted()
+    monkeypatch.setattr(langfuse, "STORED_AFTER", 0)
+    await store.write(put_replies, traced(3), rowid=3)
+    await export.deliver()
+    assert await noted() != judged
+
+
 @pytest.mark.parametrize("status", [0, 302, 404, 408, 429, 500, 503])
 async def test_what_does_not_arrive_is_sent_later_and_nothing_twice_in_the_store(
     store: Store, tmp_path: Path, server: Langfuse, status: int
@@ -251,6 +274,21 @@ async def test_what_does_not_arrive_is_sent_later_and_nothing_twice_in_the_store
     await export.deliver()
     assert len(server.requests) == 2 + 5
     assert (len(server.scores), await noted(store, config)) == (6, (6, 0, 0))
+
+
+async def test_a_verdict_that_changes_between_two_attempts_is_sent_again(
+    store: Store, tmp_path: Path, server: Langfuse
+) -> None:
+    export = await begun(store, configured(tmp_path, server))
+    await store.write(put, 1, 2)
+    server.statuses = [200] * 3 + [503]
+    with pytest.raises(NotifyError):
+        await export.deliver()
+    assert server.values() == {"flywheel.accepted": 1, "flywheel.score": 1.0, "flywheel.criteria.correct": 1.0}
+    await store.write(again, "r2", rejected())
+    await export.deliver()
+    assert server.values() == {"flywheel.accepted": 0, "flywheel.score": 0.0, "flywheel.criteria.correct": 0.0}
+    assert (len(server.scores), len(server.requests)) == (6, 4 + 6)
 
 
 async def test_what_was_erased_since_an_attempt_is_not_sent(
@@ -423,11 +461,13 @@ async def test_a_long_history_of_other_events_is_passed_once(
     store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 3)
+    monkeypatch.setattr(langfuse, "STORED_AFTER", 10)
     config = configured(tmp_path, server)
     await begun(store, config)
     await store.write(put_replies, *(traced(number) for number in range(1, 40)))
     await (await begun(store, config)).deliver()
-    assert (await begun(store, config))._note["event"] == await store.read(notices.newest_event)
+    newest = await store.read(notices.newest_event)
+    assert newest > 70 and (await begun(store, config))._position > newest - 20
     await store.write(judge_all)
     await (await begun(store, config)).deliver()
     assert (len(server.scores), len(server.requests)) == (117, 117)

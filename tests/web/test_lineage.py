@@ -79,6 +79,25 @@ def test_from_an_adapter_to_its_conversations(http: TestClient) -> None:
     assert first.index("2</td>") < first.index("60</td>") < first.index("the base model")
 
 
+def test_each_deployment_of_an_adapter_is_on_a_page_of_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(conn: Connection) -> None:
+        put_tested_round(conn, 1, RoundState.PROMOTED, tmp_path / "rounds", comparison())
+        for _ in range(3):
+            put_deployment(conn, "r0001", BY_HAND, retired_at=AT)
+
+    write_state(tmp_path / "state", put)
+    monkeypatch.setattr("flywheel.web.lineage.PER_PAGE", 2)
+    http = client(config_of(tmp_path))
+    first = lineage_of(http.get("/rounds/r0001").text)
+    [older] = re.findall(r'href="([^"]*)#lineage" rel="next"', first)
+    rest = lineage_of(http.get(older).text)
+    shown = [re.findall(r'href="/deployments/(\d+)"', page) for page in (first, rest)]
+    assert shown == [["3", "2"], ["1"]] and 'rel="next"' not in rest
+    assert http.get("/rounds/r0001?deployments=x").status_code == 400
+
+
 def test_from_a_conversation_to_adapters_and_the_alias(http: TestClient) -> None:
     page = lineage_of(http.get("/lineage", params={"id": replies_on(Split.TRAIN, 1)[0].conversation_id}).text)
     adapters = page[page.index("Adapters that were trained on it") :]
@@ -108,6 +127,20 @@ def test_the_replies_of_a_conversation_with_those_without_a_task(
     assert "interrupted" in http.get(rest).text
     told = http.get("/lineage", params={"id": reply(2).span_id})
     assert told.status_code == 404 and "has no task: interrupted" in told.text
+
+
+def put_late_task(conn: Connection) -> None:
+    """A conversation whose first reply with a task comes after forty without one."""
+    without = [reply(number, conversation_id="a talk", skip=SkipReason.INTERRUPTED) for number in range(1, 41)]
+    found = batch(*without, reply(41, conversation_id="a talk"))
+    record(conn, ledger.source_id(conn, "/a"), found, train_ratio=1.0, split_seed=42)
+
+
+def test_a_conversation_leads_to_its_first_task_behind_any_number_of_replies_without_one(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", put_late_task)
+    answer = client(config_of(tmp_path)).get("/lineage", params={"id": "a talk"}, follow_redirects=False)
+    assert answer.status_code == 303
+    assert answer.headers["location"].startswith("/tasks/t-")
 
 
 def test_a_round_that_has_made_no_adapter_yet(http: TestClient) -> None:

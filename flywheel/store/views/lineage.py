@@ -104,6 +104,12 @@ def replies_of(conn: Connection, found: Subject, limit: int | None = None, after
     return conn.execute(own.limit(limit)).all()
 
 
+def first_task(conn: Connection, found: Subject) -> str | None:
+    """The key of the task of the first reply of a subject that has one."""
+    with_task = _replies(tasks.c.key).where(found.is_its, tasks.c.key.is_not(None))
+    return conn.execute(with_task.order_by(replies.c.id).limit(1)).scalar_one_or_none()
+
+
 def uses(conn: Connection, found: Subject) -> Sequence[Row[Any]]:
     """The rounds that used the tasks of a subject, the oldest first: `round`, `state`, `split`, how many `tasks`, how
     many of them were not trained on (`left_out`), and `adapter`, None without one."""
