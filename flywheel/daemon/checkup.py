@@ -278,7 +278,10 @@ def examine_source(source: SourceSettings, path: Path) -> Finding:
     unread = ""
     match source:
         case OtlpSource():
-            bearer_token(f"receive spans at {source.listen}", source.token_env, "token_env")
+            try:
+                bearer_token(f"receive spans at {source.listen}", source.token_env, "token_env")
+            except ConfigError as error:
+                return replace(Finding.of_error(error), is_file=False)
             return _ok("the daemon receives spans at this address")
         case CallsSource() if not path.exists():
             return _ok("no reply was found in recorded calls yet")

@@ -224,7 +224,10 @@ def test_task_files(bench: Bench) -> None:
 
 def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"type": "otlp", "listen": "0.0.0.0:0", "token_env": "TOKEN_OF_A_TEST"}
-    assert_failed(bench(sources=[source])["source"], "TOKEN_OF_A_TEST, which token_env names, is not set")
+    ran, report = bench.report(sources=[source])
+    found = next(check for check in report["checks"] if check["name"] == "source")
+    assert_failed(found, "TOKEN_OF_A_TEST, which token_env names, is not set")
+    assert ran.code == 1, "no file is wrong"
     monkeypatch.setenv("TOKEN_OF_A_TEST", "a-long-random-text")
     assert "not set" not in bench(sources=[source])["source"]["found"]
 
