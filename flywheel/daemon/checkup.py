@@ -435,7 +435,9 @@ def _asked(who: EndpointConfig, settings: JudgeSettings) -> Finding:
     if is_obeyed:
         return _ok(f"it answers by {reply.format} ({text})", **figures)
     why = f"it answers, and ignores the response format {reply.format}, by which tasks are asked ({text})"
-    return Finding(Result.WARNING, why, "Set judge.response_format: json, or text, and ask it again.", figures)
+    # Tools are tried where it refuses schemas, and then it probably refuses JSON mode, too.
+    other = "text" if reply.format is ResponseFormat.TOOL else "json, or text"
+    return Finding(Result.WARNING, why, f"Set judge.response_format: {other}, and ask it again.", figures)
 
 
 def _model(config: Config) -> Finding:

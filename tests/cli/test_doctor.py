@@ -314,6 +314,9 @@ def test_one_question_to_the_judge(bench: Bench) -> None:
         bench("--ask-judge", judge=given)["judge"], "ignores", "schema", "response_format: json", result="warning"
     )
     assert bench("--ask-judge", judge={"response_format": "json"})["judge"]["result"] == "ok"
+    bench.judge.behave("no schema")
+    found = bench("--ask-judge", judge={"response_format": "auto"})["judge"]
+    assert_failed(found, "ignores", "tool", "Set judge.response_format: text, and ask", result="warning")
     bench.judge.requests.clear()
     bench.judge.behave("401")
     assert_failed(bench("--ask-judge")["judge"], "401")
