@@ -50,7 +50,7 @@ from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric.file import contradictions, read_rubric
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import replica_urls
-from flywheel.serving.server.model_parsers import folder_of, template_in, weight_bytes
+from flywheel.serving.server.model_parsers import config_in, folder_of, template_in, weight_bytes
 from flywheel.serving.server.vllm_command import base_name, check_arguments, command, deployed
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.call_puller import pulled_servers
@@ -450,6 +450,7 @@ def _model(config: Config) -> Finding:
         return Finding(Result.WARNING, why, f"Download it now: hf download {name}; or set model.base.")
     weights = weight_bytes(name)
     has = {
+        "a config.json that can be read": config_in(folder),
         "weights (*.safetensors)": weights,
         "a tokenizer": any((folder / file).exists() for file in _TOKENIZERS),
         "a chat template, which writes the prompts": template_in(folder),

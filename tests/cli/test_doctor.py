@@ -431,6 +431,11 @@ def test_a_model_that_lacks_a_file(bench: Bench, file: str, words: str) -> None:
     assert_failed(bench()["model"], words)
 
 
+def test_a_model_whose_config_cannot_be_read(bench: Bench) -> None:
+    (bench.folder / BASE / "config.json").write_text("{")
+    assert_failed(bench()["model"], "lacks a config.json that can be read")
+
+
 @pytest.mark.slow
 def test_a_model_that_is_not_here(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(bench.folder / "hub"))
