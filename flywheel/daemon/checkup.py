@@ -65,6 +65,7 @@ from flywheel.system.server_limits import is_loopback
 from flywheel.system.terminal import byte_size, quantity
 from flywheel.system.web_server import bearer_token
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, place_on_gpus, why_too_small
+from flywheel.training.engine.policy import check_quantization
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -534,6 +535,9 @@ def examine_gpu(config: Config) -> Finding:
     rollout, gpus = config.rollout, list_gpus() if version_of("vllm") is not None else []
     workers, parallel = config.training.workers, rollout.tensor_parallel
     placement = place_on_gpus(rollout.engines, len(gpus), trainers=workers, tensor_parallel=parallel)
+    # Not here if Ray runs elsewhere: the trainer then looks at its own machine.
+    if config.ray.address is None:
+        check_quantization(config.model.trainer_quantization, has_gpu=bool(gpus))
     if not gpus:
         return _skipped("no GPU is used without the extra [gpu]")
     memory = min(gpu.memory for gpu in gpus)
