@@ -342,6 +342,10 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
     """Filter chain, rubrics, suites, independence, and each endpoint."""
     if config.filter.chain is not None:
         yield "filters", "", partial(_filters, config)
+    try:
+        chain = chain_of(config)
+    except ConfigError:  # which the check before reports; rubric and judge depend on it
+        return
     if not config.targets or any(target.rubric is None for target in config.targets.values()):
         yield "rubric", "", partial(examine_rubric, config)
     for name, own in config.by_target().items():
@@ -350,7 +354,6 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
     if config.gate.suites:
         yield "suite", "", partial(_suites, config)
     with suppress(ConfigError):  # which the checks before have reported
-        chain = chain_of(config)
         rubric = rubric_of(config, chain)
         settings = settings_for(rubric, judge_settings(config, chain))
         endpoints = endpoints_of(settings)

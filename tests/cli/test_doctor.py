@@ -243,6 +243,12 @@ def test_a_wrong_rubric_or_chain_ends_with_78(bench: Bench) -> None:
     assert_failed(next(check for check in report["checks"] if check["name"] == "filters"), "nonesuch")
 
 
+def test_a_chain_that_is_not_there_is_told_once(bench: Bench) -> None:
+    ran, report = bench.report(filter={"chain": "nope.yaml"})
+    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
+    assert (ran.code, failed) == (78, ["filters"])
+
+
 def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
     (bench.folder / "rubric.yaml").write_text(
         "version: 1\nid: x\nthreshold: 0.5\n"
