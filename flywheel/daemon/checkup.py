@@ -48,6 +48,7 @@ from flywheel.judge.client import (
 )
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric.file import contradictions, read_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server.model_parsers import config_in, folder_of, template_in, weight_bytes
@@ -351,18 +352,19 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
     for name, own in config.by_target().items():
         if name and config.targets[name].rubric is not None:
             yield "rubric", name, partial(examine_rubric, own)
-    if config.gate.suites:
-        yield "suite", "", partial(_suites, config)
-    with suppress(ConfigError):  # which the checks before have reported
+    settings, is_asked = judge_settings(config, chain), chain is None or not chain.decides
+    with suppress(ConfigError):  # which the check of the rubric reports
         rubric = rubric_of(config, chain)
-        settings = settings_for(rubric, judge_settings(config, chain))
-        endpoints = endpoints_of(settings)
-        yield "judge", "", partial(_independence, config.model_copy(update={"judge": settings}))
-        if endpoints[0].model and endpoints[0].base_url:
-            for each in endpoints:
-                yield each.section, str(each), partial(_asked if ask else _listed, each, settings)
-        elif rubric.asked and (chain is None or not chain.decides):
-            yield "judge", "", endpoints[0].require
+        settings, is_asked = settings_for(rubric, settings), is_asked and bool(rubric.asked)
+        if config.gate.suites:
+            yield "suite", "", partial(_suites, config, rubric)
+    endpoints = endpoints_of(settings)
+    yield "judge", "", partial(_independence, config.model_copy(update={"judge": settings}))
+    if endpoints[0].model and endpoints[0].base_url:
+        for each in endpoints:
+            yield each.section, str(each), partial(_asked if ask else _listed, each, settings)
+    elif is_asked:
+        yield "judge", "", endpoints[0].require
 
 
 def _filters(config: Config) -> Finding | None:
@@ -384,8 +386,8 @@ def examine_rubric(config: Config) -> Finding:
     return _ok(text)
 
 
-def _suites(config: Config) -> Finding:
-    suites = suites_of(config, rubric_of(config))
+def _suites(config: Config, rubric: Rubric) -> Finding:
+    suites = suites_of(config, rubric)
     margins = [f"margin {each.margin:g}" if each.margin is not None else "reported only" for each in suites]
     found = zip(suites, margins, strict=True)
     return _ok("; ".join(f"{each.name}: {quantity(len(each.tasks), 'task')}, {margin}" for each, margin in found))

@@ -249,6 +249,13 @@ def test_a_chain_that_is_not_there_is_told_once(bench: Bench) -> None:
     assert (ran.code, failed) == (78, ["filters"])
 
 
+def test_a_wrong_rubric_does_not_hide_a_judge_that_is_away(bench: Bench, free_port: int) -> None:
+    away = {"base_url": f"http://127.0.0.1:{free_port}/v1"}
+    ran, report = bench.report(filter={"rubric": "nope.yaml"}, judge=away)
+    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
+    assert (ran.code, failed) == (78, ["rubric", "judge"])
+
+
 def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
     (bench.folder / "rubric.yaml").write_text(
         "version: 1\nid: x\nthreshold: 0.5\n"
