@@ -29,7 +29,7 @@ from flywheel.config.ingest import CallsSource, JsonlSource, OtlpSource, SourceS
 from flywheel.config.judge import JudgeSettings
 from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.forecast import Forecast, forecast
-from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of
+from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, own_rubric_of, rubric_of
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.recordings_forecast import recordings_forecast
 from flywheel.daemon.rounds.planner import missing_base_model
@@ -347,8 +347,8 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
         chain = chain_of(config)
     except ConfigError:  # which the check before reports; rubric and judge depend on it
         return
-    if not config.targets or any(target.rubric is None for target in config.targets.values()):
-        yield "rubric", "", partial(examine_rubric, config)
+    # Judging begins with it, also if every target has its own.
+    yield "rubric", "", partial(examine_rubric, config)
     for name, own in config.by_target().items():
         if name and config.targets[name].rubric is not None:
             yield "rubric", name, partial(examine_rubric, own)
@@ -375,8 +375,10 @@ def _filters(config: Config) -> Finding | None:
 
 
 def examine_rubric(config: Config) -> Finding:
-    chain = chain_of(config)
-    rubric = rubric_of(config, chain)
+    """That of the target whose settings these are, if it has its own."""
+    own = own_rubric_of(config)
+    chain = None if own else chain_of(config)
+    rubric = own or rubric_of(config, chain)
     asked = sum(criterion.asks_the_judge for criterion in rubric.every)
     text = f"{rubric.id}: {len(rubric.every)} criteria, {asked} by the judge, threshold {rubric.threshold:g}"
     is_file = chain is None or chain.judge is None or chain.judge.custom_rubrics is None

@@ -20,6 +20,7 @@ from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
+from tests.factories.config import write_rubric
 from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
@@ -254,6 +255,30 @@ def test_a_wrong_rubric_does_not_hide_a_judge_that_is_away(bench: Bench, free_po
     ran, report = bench.report(filter={"rubric": "nope.yaml"}, judge=away)
     failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
     assert (ran.code, failed) == (78, ["rubric", "judge"])
+
+
+def test_the_shared_rubric_is_looked_at_beside_those_of_targets(bench: Bench) -> None:
+    for name in ("plan", "work"):
+        write_rubric(bench.folder, name=f"{name}.yaml", id=name)
+    targets = {name: {"rubric": f"{name}.yaml"} for name in ("plan", "work")}
+    _, report = bench.report(filter={"rubric": "nope.yaml"}, targets=targets)
+    found = [check for check in report["checks"] if check["name"] in ("rubric", "judge")]
+    assert [(check["name"], check["subject"], check["result"]) for check in found] == [
+        ("rubric", "", "failed"), ("rubric", "plan", "ok"), ("rubric", "work", "ok"),
+        ("judge", f"judge at {bench.judge.base_url}", "ok"),
+    ]  # fmt: skip
+    write_rubric(bench.folder, name="own.yaml", id="own")
+    (bench.folder / "chain.yaml").write_text(
+        "id: x\nfilters: [{type: llm_evaluate, params: {custom_rubrics: [It is right.]}}]\n"
+    )
+    targets["work"]["rubric"] = "nope.yaml"
+    _, report = bench.report(filter={"chain": "chain.yaml"}, targets=targets)
+    found = [check for check in report["checks"] if check["name"] == "rubric"]
+    assert [(check["subject"], check["result"]) for check in found] == [
+        ("", "ok"), ("plan", "ok"), ("work", "failed"),
+    ]  # fmt: skip
+    assert found[1]["found"].startswith("plan: ")
+    assert_failed(found[2], "targets.work.rubric")
 
 
 def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
