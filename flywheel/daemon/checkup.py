@@ -356,8 +356,9 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
     with suppress(ConfigError):  # which the check of the rubric reports
         rubric = rubric_of(config, chain)
         settings, is_asked = settings_for(rubric, settings), is_asked and bool(rubric.asked)
-        if config.gate.suites:
-            yield "suite", "", partial(_suites, config, rubric)
+        for name, suite in config.gate.suites.items():
+            alone = config.gate.model_copy(update={"suites": {name: suite}})
+            yield "suite", name, partial(_suite, config.model_copy(update={"gate": alone}), rubric)
     endpoints = endpoints_of(settings)
     yield "judge", "", partial(_independence, config.model_copy(update={"judge": settings}))
     if endpoints[0].model and endpoints[0].base_url:
@@ -388,11 +389,11 @@ def examine_rubric(config: Config) -> Finding:
     return _ok(text)
 
 
-def _suites(config: Config, rubric: Rubric) -> Finding:
-    suites = suites_of(config, rubric)
-    margins = [f"margin {each.margin:g}" if each.margin is not None else "reported only" for each in suites]
-    found = zip(suites, margins, strict=True)
-    return _ok("; ".join(f"{each.name}: {quantity(len(each.tasks), 'task')}, {margin}" for each, margin in found))
+def _suite(config: Config, rubric: Rubric) -> Finding:
+    """The only suite of these settings."""
+    [suite] = suites_of(config, rubric)
+    margin = f"margin {suite.margin:g}" if suite.margin is not None else "reported only"
+    return _ok(f"{quantity(len(suite.tasks), 'task')}, {margin}")
 
 
 def _independence(config: Config) -> Finding | None:

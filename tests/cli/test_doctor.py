@@ -281,6 +281,15 @@ def test_the_shared_rubric_is_looked_at_beside_those_of_targets(bench: Bench) ->
     assert_failed(found[2], "targets.work.rubric")
 
 
+def test_suites_are_named(bench: Bench) -> None:
+    (bench.folder / "tasks.jsonl").write_text('{"main_query": "What is 2 + 2?"}\n')
+    suites = {"math": {"file": "tasks.jsonl"}, "law": {"file": "nope.jsonl"}}
+    _, report = bench.report(gate={"suites": suites})
+    found = [check for check in report["checks"] if check["name"] == "suite"]
+    assert [(check["subject"], check["result"]) for check in found] == [("math", "ok"), ("law", "failed")]
+    assert found[0]["found"] == "1 task, reported only"
+
+
 def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
     (bench.folder / "rubric.yaml").write_text(
         "version: 1\nid: x\nthreshold: 0.5\n"
