@@ -29,7 +29,7 @@ from flywheel.config.ingest import CallsSource, JsonlSource, OtlpSource, SourceS
 from flywheel.config.judge import JudgeSettings
 from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.forecast import Forecast, forecast
-from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of
+from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, own_rubric_of, rubric_of
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.recordings_forecast import recordings_forecast
 from flywheel.daemon.rounds.planner import missing_base_model
@@ -48,9 +48,10 @@ from flywheel.judge.client import (
 )
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric.file import contradictions, read_rubric
+from flywheel.judge.rubric.rubric import Rubric
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import replica_urls
-from flywheel.serving.server.model_parsers import folder_of, template_in, weight_bytes
+from flywheel.serving.server.model_parsers import config_in, folder_of, template_in, weight_bytes
 from flywheel.serving.server.vllm_command import base_name, check_arguments, command, deployed
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.call_puller import pulled_servers
@@ -65,6 +66,7 @@ from flywheel.system.server_limits import is_loopback
 from flywheel.system.terminal import byte_size, quantity
 from flywheel.system.web_server import bearer_token
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, place_on_gpus, why_too_small
+from flywheel.training.engine.policy import check_quantization
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -278,7 +280,10 @@ def examine_source(source: SourceSettings, path: Path) -> Finding:
     unread = ""
     match source:
         case OtlpSource():
-            bearer_token(f"receive spans at {source.listen}", source.token_env, "token_env")
+            try:
+                bearer_token(f"receive spans at {source.listen}", source.token_env, "token_env")
+            except ConfigError as error:
+                return replace(Finding.of_error(error), is_file=False)
             return _ok("the daemon receives spans at this address")
         case CallsSource() if not path.exists():
             return _ok("no reply was found in recorded calls yet")
@@ -338,24 +343,29 @@ def _judging(config: Config, ask: bool) -> Iterator[tuple[str, str, Check]]:
     """Filter chain, rubrics, suites, independence, and each endpoint."""
     if config.filter.chain is not None:
         yield "filters", "", partial(_filters, config)
-    if not config.targets or any(target.rubric is None for target in config.targets.values()):
-        yield "rubric", "", partial(examine_rubric, config)
+    try:
+        chain = chain_of(config)
+    except ConfigError:  # which the check before reports; rubric and judge depend on it
+        return
+    # Judging begins with it, also if every target has its own.
+    yield "rubric", "", partial(examine_rubric, config)
     for name, own in config.by_target().items():
         if name and config.targets[name].rubric is not None:
             yield "rubric", name, partial(examine_rubric, own)
-    if config.gate.suites:
-        yield "suite", "", partial(_suites, config)
-    with suppress(ConfigError):  # which the checks before have reported
-        chain = chain_of(config)
+    settings, is_asked = judge_settings(config, chain), chain is None or not chain.decides
+    with suppress(ConfigError):  # which the check of the rubric reports
         rubric = rubric_of(config, chain)
-        settings = settings_for(rubric, judge_settings(config, chain))
-        endpoints = endpoints_of(settings)
-        yield "judge", "", partial(_independence, config.model_copy(update={"judge": settings}))
-        if endpoints[0].model and endpoints[0].base_url:
-            for each in endpoints:
-                yield each.section, str(each), partial(_asked if ask else _listed, each, settings)
-        elif rubric.asked and (chain is None or not chain.decides):
-            yield "judge", "", endpoints[0].require
+        settings, is_asked = settings_for(rubric, settings), is_asked and bool(rubric.asked)
+        for name, suite in config.gate.suites.items():
+            alone = config.gate.model_copy(update={"suites": {name: suite}})
+            yield "suite", name, partial(_suite, config.model_copy(update={"gate": alone}), rubric)
+    endpoints = endpoints_of(settings)
+    yield "judge", "", partial(_independence, config.model_copy(update={"judge": settings}))
+    if endpoints[0].model and endpoints[0].base_url:
+        for each in endpoints:
+            yield each.section, str(each), partial(_asked if ask else _listed, each, settings)
+    elif is_asked:
+        yield "judge", "", endpoints[0].require
 
 
 def _filters(config: Config) -> Finding | None:
@@ -366,8 +376,10 @@ def _filters(config: Config) -> Finding | None:
 
 
 def examine_rubric(config: Config) -> Finding:
-    chain = chain_of(config)
-    rubric = rubric_of(config, chain)
+    """That of the target whose settings these are, if it has its own."""
+    own = own_rubric_of(config)
+    chain = None if own else chain_of(config)
+    rubric = own or rubric_of(config, chain)
     asked = sum(criterion.asks_the_judge for criterion in rubric.every)
     text = f"{rubric.id}: {len(rubric.every)} criteria, {asked} by the judge, threshold {rubric.threshold:g}"
     is_file = chain is None or chain.judge is None or chain.judge.custom_rubrics is None
@@ -377,11 +389,11 @@ def examine_rubric(config: Config) -> Finding:
     return _ok(text)
 
 
-def _suites(config: Config) -> Finding:
-    suites = suites_of(config, rubric_of(config))
-    margins = [f"margin {each.margin:g}" if each.margin is not None else "reported only" for each in suites]
-    found = zip(suites, margins, strict=True)
-    return _ok("; ".join(f"{each.name}: {quantity(len(each.tasks), 'task')}, {margin}" for each, margin in found))
+def _suite(config: Config, rubric: Rubric) -> Finding:
+    """The only suite of these settings."""
+    [suite] = suites_of(config, rubric)
+    margin = f"margin {suite.margin:g}" if suite.margin is not None else "reported only"
+    return _ok(f"{quantity(len(suite.tasks), 'task')}, {margin}")
 
 
 def _independence(config: Config) -> Finding | None:
@@ -432,7 +444,9 @@ def _asked(who: EndpointConfig, settings: JudgeSettings) -> Finding:
     if is_obeyed:
         return _ok(f"it answers by {reply.format} ({text})", **figures)
     why = f"it answers, and ignores the response format {reply.format}, by which tasks are asked ({text})"
-    return Finding(Result.WARNING, why, "Set judge.response_format: json, or text, and ask it again.", figures)
+    # Tools are tried where it refuses schemas, and then it probably refuses JSON mode, too.
+    other = "text" if reply.format is ResponseFormat.TOOL else "json, or text"
+    return Finding(Result.WARNING, why, f"Set judge.response_format: {other}, and ask it again.", figures)
 
 
 def _model(config: Config) -> Finding:
@@ -445,6 +459,7 @@ def _model(config: Config) -> Finding:
         return Finding(Result.WARNING, why, f"Download it now: hf download {name}; or set model.base.")
     weights = weight_bytes(name)
     has = {
+        "a config.json that can be read": config_in(folder),
         "weights (*.safetensors)": weights,
         "a tokenizer": any((folder / file).exists() for file in _TOKENIZERS),
         "a chat template, which writes the prompts": template_in(folder),
@@ -528,6 +543,9 @@ def examine_gpu(config: Config) -> Finding:
     rollout, gpus = config.rollout, list_gpus() if version_of("vllm") is not None else []
     workers, parallel = config.training.workers, rollout.tensor_parallel
     placement = place_on_gpus(rollout.engines, len(gpus), trainers=workers, tensor_parallel=parallel)
+    # Not here if Ray runs elsewhere: the trainer then looks at its own machine.
+    if config.ray.address is None:
+        check_quantization(config.model.trainer_quantization, has_gpu=bool(gpus))
     if not gpus:
         return _skipped("no GPU is used without the extra [gpu]")
     memory = min(gpu.memory for gpu in gpus)

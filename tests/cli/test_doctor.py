@@ -20,6 +20,7 @@ from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
+from tests.factories.config import write_rubric
 from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
@@ -224,7 +225,10 @@ def test_task_files(bench: Bench) -> None:
 
 def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"type": "otlp", "listen": "0.0.0.0:0", "token_env": "TOKEN_OF_A_TEST"}
-    assert_failed(bench(sources=[source])["source"], "TOKEN_OF_A_TEST, which token_env names, is not set")
+    ran, report = bench.report(sources=[source])
+    found = next(check for check in report["checks"] if check["name"] == "source")
+    assert_failed(found, "TOKEN_OF_A_TEST, which token_env names, is not set")
+    assert ran.code == 1, "no file is wrong"
     monkeypatch.setenv("TOKEN_OF_A_TEST", "a-long-random-text")
     assert "not set" not in bench(sources=[source])["source"]["found"]
 
@@ -238,6 +242,52 @@ def test_a_wrong_rubric_or_chain_ends_with_78(bench: Bench) -> None:
     ran, report = bench.report(filter={"chain": "chain.yaml"})
     assert ran.code == 78
     assert_failed(next(check for check in report["checks"] if check["name"] == "filters"), "nonesuch")
+
+
+def test_a_chain_that_is_not_there_is_told_once(bench: Bench) -> None:
+    ran, report = bench.report(filter={"chain": "nope.yaml"})
+    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
+    assert (ran.code, failed) == (78, ["filters"])
+
+
+def test_a_wrong_rubric_does_not_hide_a_judge_that_is_away(bench: Bench, free_port: int) -> None:
+    away = {"base_url": f"http://127.0.0.1:{free_port}/v1"}
+    ran, report = bench.report(filter={"rubric": "nope.yaml"}, judge=away)
+    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
+    assert (ran.code, failed) == (78, ["rubric", "judge"])
+
+
+def test_the_shared_rubric_is_looked_at_beside_those_of_targets(bench: Bench) -> None:
+    for name in ("plan", "work"):
+        write_rubric(bench.folder, name=f"{name}.yaml", id=name)
+    targets = {name: {"rubric": f"{name}.yaml"} for name in ("plan", "work")}
+    _, report = bench.report(filter={"rubric": "nope.yaml"}, targets=targets)
+    found = [check for check in report["checks"] if check["name"] in ("rubric", "judge")]
+    assert [(check["name"], check["subject"], check["result"]) for check in found] == [
+        ("rubric", "", "failed"), ("rubric", "plan", "ok"), ("rubric", "work", "ok"),
+        ("judge", f"judge at {bench.judge.base_url}", "ok"),
+    ]  # fmt: skip
+    write_rubric(bench.folder, name="own.yaml", id="own")
+    (bench.folder / "chain.yaml").write_text(
+        "id: x\nfilters: [{type: llm_evaluate, params: {custom_rubrics: [It is right.]}}]\n"
+    )
+    targets["work"]["rubric"] = "nope.yaml"
+    _, report = bench.report(filter={"chain": "chain.yaml"}, targets=targets)
+    found = [check for check in report["checks"] if check["name"] == "rubric"]
+    assert [(check["subject"], check["result"]) for check in found] == [
+        ("", "ok"), ("plan", "ok"), ("work", "failed"),
+    ]  # fmt: skip
+    assert found[1]["found"].startswith("plan: ")
+    assert_failed(found[2], "targets.work.rubric")
+
+
+def test_suites_are_named(bench: Bench) -> None:
+    (bench.folder / "tasks.jsonl").write_text('{"main_query": "What is 2 + 2?"}\n')
+    suites = {"math": {"file": "tasks.jsonl"}, "law": {"file": "nope.jsonl"}}
+    _, report = bench.report(gate={"suites": suites})
+    found = [check for check in report["checks"] if check["name"] == "suite"]
+    assert [(check["subject"], check["result"]) for check in found] == [("math", "ok"), ("law", "failed")]
+    assert found[0]["found"] == "1 task, reported only"
 
 
 def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
@@ -311,6 +361,9 @@ def test_one_question_to_the_judge(bench: Bench) -> None:
         bench("--ask-judge", judge=given)["judge"], "ignores", "schema", "response_format: json", result="warning"
     )
     assert bench("--ask-judge", judge={"response_format": "json"})["judge"]["result"] == "ok"
+    bench.judge.behave("no schema")
+    found = bench("--ask-judge", judge={"response_format": "auto"})["judge"]
+    assert_failed(found, "ignores", "tool", "Set judge.response_format: text, and ask", result="warning")
     bench.judge.requests.clear()
     bench.judge.behave("401")
     assert_failed(bench("--ask-judge")["judge"], "401")
@@ -423,6 +476,11 @@ def test_arguments_are_looked_at_wherever_the_servers_are(bench: Bench) -> None:
 def test_a_model_that_lacks_a_file(bench: Bench, file: str, words: str) -> None:
     (bench.folder / BASE / file).unlink()
     assert_failed(bench()["model"], words)
+
+
+def test_a_model_whose_config_cannot_be_read(bench: Bench) -> None:
+    (bench.folder / BASE / "config.json").write_text("{")
+    assert_failed(bench()["model"], "lacks a config.json that can be read")
 
 
 @pytest.mark.slow

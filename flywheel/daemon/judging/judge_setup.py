@@ -70,9 +70,14 @@ def _check_margins(config: Config, rubric: Rubric) -> None:
 
 def rubric_of_target(config: Config, rubric: Rubric) -> Rubric:
     """The rubric of the target whose settings these are: its own file, else `rubric`. Raises ConfigError."""
+    return own_rubric_of(config) or rubric
+
+
+def own_rubric_of(config: Config) -> Rubric | None:
+    """The file of the target whose settings these are; None if it has none. Raises ConfigError."""
     given = config.targets[config.target].rubric if config.target else None
     if given is None:
-        return rubric
+        return None
     own = load_rubric(given, config.correction("targets", config.target, "rubric"))
     _check_margins(config, own)
     return own

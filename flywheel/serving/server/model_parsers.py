@@ -147,8 +147,7 @@ def _chosen(given: str | None, known: str | None) -> str | None:
 
 
 def _known(name: str, folder: Path | None) -> Parsers:
-    settings = _json(folder / "config.json") if folder else None
-    kind = str(settings.get("model_type") or "") if isinstance(settings, dict) else ""
+    kind = str(config_in(folder).get("model_type") or "") if folder else ""
     template = template_in(folder) if folder else ""
     family = _family(name, kind, template)
     if family is None:
@@ -179,6 +178,12 @@ def _thinks(name: str, template: str, reasoning: str) -> bool:
     if _NEVER.search(name) and not _BY_NAME.search(name):
         return False
     return bool(_THINKS.search(template)) if template else reasoning in _BY_DEFAULT or bool(_BY_NAME.search(name))
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """The object in the model's `config.json`; empty if it cannot be read."""
+    found = _json(folder / "config.json")
+    return found if isinstance(found, dict) else {}
 
 
 def template_in(folder: Path) -> str:

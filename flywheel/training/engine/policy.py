@@ -120,20 +120,23 @@ def has_bfloat16() -> bool:
     return False
 
 
-def check_quantization(quantization: Quantization | None) -> None:
-    """Raise TrainError where the trainer's base model cannot be quantised: without bitsandbytes or without a GPU."""
+def check_quantization(quantization: Quantization | None, *, has_gpu: bool | None = None) -> None:
+    """Raise TrainError where the trainer's base model cannot be quantised: without a GPU or without bitsandbytes.
+    torch says whether there is a GPU, if it is not known."""
     if quantization is None:
         return
-    import torch
+    if has_gpu is None:
+        import torch
 
+        has_gpu = torch.cuda.is_available()
     attempted = f"quantise the trainer's base model (model.trainer_quantization: {quantization})"
+    if not has_gpu:
+        hint = "Remove model.trainer_quantization, or run rounds on a GPU."
+        raise TrainError(attempted, "there is no GPU, whose memory it would save", hint)
     if importlib.util.find_spec("bitsandbytes") is None:
         install = f"pip install {own_package.requirement('quantized')}"
         hint = f"Install it: {install}, or remove model.trainer_quantization."
         raise TrainError(attempted, "bitsandbytes is not installed", hint)
-    if not torch.cuda.is_available():
-        hint = "Remove model.trainer_quantization, or run rounds on a GPU."
-        raise TrainError(attempted, "there is no GPU, whose memory it would save", hint)
 
 
 def quantization_config(quantization: Quantization, compute_dtype: str) -> Any:

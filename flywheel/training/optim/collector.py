@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, Self
@@ -274,10 +274,14 @@ def _with_grades(
 
 
 class _GradingThreads:
-    """Threads that take the work of the smallest order first, and of one order in the order of its arrival."""
+    """Threads that take the work of the smallest order first, and of one order in the order of its arrival.
+
+    They do not delay the end of the process: one may wait for a judge that is away for hours. A thread ends when
+    nothing waits.
+    """
 
     def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="grade")
+        self._most = count
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, int, Callable[[], Rollout], Future[Rollout]]] = []
@@ -296,28 +300,41 @@ class _GradingThreads:
         self._since, self._working = now, self._working + more
 
     def submit(self, order: int, work: Callable[[], Rollout]) -> Future[Rollout]:
+        """Raises CancelledError after `close`."""
         found: Future[Rollout] = Future()
         with self._lock:
+            if not self._most:
+                raise futures.CancelledError
             heapq.heappush(self._waiting, (order, next(self._numbers), work, found))
-        self._pool.submit(self._next)
+            if self._working < self._most:
+                self._count(+1)
+                threading.Thread(target=self._work, name="grade", daemon=True).start()
         return found
 
-    def _next(self) -> None:
+    def _work(self) -> None:
+        while (taken := self._next()) is not None:
+            work, found = taken
+            try:
+                result = work()
+            except BaseException as error:
+                found.set_exception(error)
+            else:
+                found.set_result(result)
+
+    def _next(self) -> tuple[Callable[[], Rollout], Future[Rollout]] | None:
+        """What a thread takes; None ends it."""
         with self._lock:
-            _, _, work, found = heapq.heappop(self._waiting)
-            self._count(+1)
-        try:
-            result = work()
-        except BaseException as error:
-            found.set_exception(error)
-        else:
-            found.set_result(result)
-        finally:
-            with self._lock:
+            if not self._waiting:
                 self._count(-1)
+                return None
+            _, _, work, found = heapq.heappop(self._waiting)
+            return work, found
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """No work is begun any more."""
+        with self._lock:
+            self._most = 0
+            self._waiting.clear()
 
 
 class _Dispatch:
