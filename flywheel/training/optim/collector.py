@@ -314,6 +314,8 @@ class _GradingThreads:
     def _work(self) -> None:
         while (taken := self._next()) is not None:
             work, found = taken
+            if not found.set_running_or_notify_cancel():
+                continue
             try:
                 result = work()
             except BaseException as error:
