@@ -31,7 +31,6 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder 
 @app.command()
 def backup(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Copy the state, beside a running daemon: database, adapters, received spans, recorded calls, configuration."""
-
     settings, folder = load_config(config), absolute(folder)
     require_state(settings, f"make a backup in {folder}")
     made = run_async(back_up(settings, folder))

@@ -51,7 +51,6 @@ def forget(
     as_json: JsonOption = False,
 ) -> None:
     """Erase a conversation, or all of a user: replies, tasks, verdicts, recorded calls, texts in files of rounds."""
-
     if (conversation is None) == (user is None):
         raise typer.BadParameter("name one of them", param_hint="--conversation or --user")
     subject = str(user if conversation is None else conversation)
@@ -88,7 +87,6 @@ def forget(
 
 def _print_others(others: Sequence[Mapping[str, str]]) -> None:
     """What its traces have besides, as a client gave several runs the same trace ids, a line each."""
-
     for each in others:
         named = each["conversation"] not in NO_CONVERSATION
         name = f"conversation {each['conversation']}" if named else f"span {each['span']}"

@@ -54,7 +54,6 @@ def label(
     as_json: JsonOption = False,
 ) -> None:
     """Label a reply, independently of the judge's verdict. Your last label on a task counts."""
-
     settings = load_config(config)
     require_state(settings, f"label {task}")
     by = by or this_person()

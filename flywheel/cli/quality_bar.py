@@ -61,7 +61,6 @@ def quality_bar(
     summary: Path | None,
 ) -> QualityBar:
     """What a command line asks for. Raises BadParameter, before anything is paid for that could not be reported."""
-
     if confidence is not None and fail_under is None:
         raise typer.BadParameter("it belongs to --fail-under", param_hint="--confidence")
     for name, path in (("--junit", junit), ("--summary", summary)):

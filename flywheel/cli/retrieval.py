@@ -94,7 +94,6 @@ def evaluate(
 
 async def _calls(config: Config, target: str | None) -> Calls:
     """The tool calls of the accepted tasks."""
-
     if target is not None and target not in config.targets:
         hint = f"The targets are {', '.join(config.targets)}." if config.targets else "There are no `targets`."
         raise ConfigError("read tool calls", f"there is no target {target}", hint)

@@ -48,7 +48,6 @@ def check(
 
     Warnings point out likely mistakes, such as a backspace in a pattern; they are not errors.
     """
-
     wrong = False
     for file in files:
         read = read_rubric(file)
@@ -86,7 +85,6 @@ def calibrate(
     The expected cost is printed first and counts towards judge.budget. Exit 1 if judge.min_kappa is set and not
     reached.
     """
-
     settings = load_config(config)
     calibrated = run_async(
         calibrate_rubric(
@@ -111,7 +109,6 @@ def calibrate(
 
 def _tell(repeats: int, quiet: bool, replies: int, cost: Cost) -> str:
     """Print the expected cost; it, in words."""
-
     estimate = estimated(cost.json())
     times = f", {repeats} times each" if repeats > 1 else ""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
@@ -171,7 +168,6 @@ def suggest(
     config: ConfigOption = None,
 ) -> None:
     """Have the judge draft a rubric from labelled replies. The draft passes `flywheel rubric check`."""
-
     if out is not None and out.exists() and not force:
         raise ConfigError(f"write {out}", "it exists", "Name another file, or use --force.")
     settings, name = load_config(config), out.stem if out is not None else "suggested"

@@ -45,13 +45,12 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a task in full with its verdict, what became of a reply that is none, or a round with its adapter."""
-
     settings = load_config(config)
     given = {"--task": task, "--step": step, "--tokens": tokens or None}
     is_debug = subject == "debug"
     rows: Sequence[Any] = ()
     if not rollouts:
-        rows = run_async(read_state(settings, lambda conn: of_subject(conn, subject), warn=not is_debug))
+        rows = run_async(read_state(settings, lambda conn: of_subject(conn, subject), warn=False))
     if not rows and (rollouts or is_debug):
         _show_rollouts(settings, subject.rpartition("@")[2], task, step, tokens=tokens, as_json=as_json)
         return
@@ -92,7 +91,6 @@ def rollouts(
 
 def _show_story(settings: Config, subject: str, attempted: str, *, as_json: bool) -> None:
     """What an adapter was trained on, or what became of replies."""
-
     story = run_async(read_state(settings, lambda conn: lineage.why(conn, subject, settings.takes)))
     if story is None:
         raise StoreError(
@@ -120,7 +118,6 @@ def _show_rollouts(
     settings: Config, name: str, task: str | None, step: int | None, *, tokens: bool, as_json: bool
 ) -> None:
     """The rollouts of a round by their prompts, each with the conversation, the reward and the failed criteria."""
-
     if tokens and not as_json:
         raise typer.BadParameter("it requires --json; `flywheel web` shows tokens", param_hint="--tokens")
     groups = conversations(settings.state_dir, name, task, step, with_samples=tokens)
@@ -200,7 +197,6 @@ def _verdict(verdict: dict[str, Any] | None) -> Iterator[str]:
 
 def _group_lines(group: Mapping[str, Any]) -> Iterator[str]:
     """The rollouts of one prompt."""
-
     members = group["rollouts"]
     rewards = [item["reward"] for item in members if item["reward"] is not None]
     mean = f", mean reward {math.fsum(rewards) / len(rewards):.2f}" if rewards else ", no reward"

@@ -145,7 +145,6 @@ def _option(argument: str) -> str:
 
 async def _run(ready: StageRound, *, quiet: bool) -> TuneResult:
     """Run the round. A signal stops its worker. Raises StoppedError and TrainError."""
-
     left = f"The same command goes on with it; its files are in {ready.directory}."
     async with progress_bars.beside(progress_bars.of_round(ready.directory, quiet=quiet)):
         return await unless_cancelled(ready.run(), f"finish {ready.spec.round_id}", left)
