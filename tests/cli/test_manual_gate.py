@@ -58,7 +58,7 @@ def test_a_round_by_hand_says_for_whom_its_candidate_waits_and_a_person_deploys_
     assert "\nr0001: passed: better: gain +0.700" in ran.out
     assert "it waits for a person: `flywheel deploy r0001`\n" in ran.out
     told = flywheel("status", *MANUAL, "-c", config)
-    waits = r"^round +r0001: passed, waits for a person: `flywheel deploy r0001` until \S+ \S+ UTC$"
+    waits = r"^r0001 +passed, waits for a person: `flywheel deploy r0001` until \S+ \S+ UTC, held-out score"
     assert re.search(waits, told.out, re.M)
     [row] = flywheel("status", *MANUAL, "--json", "-c", config).json["rounds"]
     assert (row["state"], row["finished_at"], row["waits_for"]) == (
