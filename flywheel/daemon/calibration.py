@@ -13,7 +13,7 @@ from typing import Any
 
 from flywheel.config.file import Config
 from flywheel.daemon.judging.judge_setup import check_independence, judge_settings
-from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate, cost_of
+from flywheel.daemon.judging.judging_report import USAGE, Cost, CostEstimator, JudgingEstimate, cost_of
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.calibration import Calibration, calibrate
 from flywheel.judge.client import JudgeClient
@@ -50,7 +50,7 @@ class CalibrationReport:
 
     def as_json(self) -> dict[str, Any]:
         outcome = self.outcome
-        found, usage = outcome.agreement.as_json(), ("calls", "prompt_tokens", "completion_tokens")
+        found = outcome.agreement.as_json()
         return {
             "rubric": self.rubric.id,
             "file": str(self.file),
@@ -80,7 +80,7 @@ class CalibrationReport:
                 }
                 for each in outcome.worst
             ],
-            "usage": {name: getattr(self.cost, name) for name in usage},
+            "usage": {name: getattr(self.cost, name) for name in USAGE},
             "shortfall": self.shortfall,
             "cost": self.cost.price,
         }
