@@ -23,7 +23,7 @@ from benchmarks import measurement, tiny_encoder
 from benchmarks.tool_calls import DATA_SETS, DataSet, replies, words
 from flywheel.records.task import split_of, task_line
 from flywheel.retrieval.encoder import EncoderOptions
-from flywheel.retrieval.evaluation import MRR
+from flywheel.retrieval.evaluation import BASE, MRR
 from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.texts import MOST_CHARACTERS, MOST_MESSAGES
 from flywheel.retrieval.tool_index import Method, Ranking
@@ -105,6 +105,8 @@ def tables(results: dict[str, Any]) -> str:
             heads = ["method", *SHOWN, "encoder − method, mrr (95 %)"]
             rows = []
             for method, own in figures["methods"].items():
+                if method.startswith(BASE):
+                    continue  # nothing was trained: a weak base, which says little
                 less = figures["differences"].get(method, {}).get(MRR)
                 reach = f"{less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})" if less else ""
                 rows.append([method, *(f"{own[metric]['mean']:.3f}" for metric in SHOWN), reach])
