@@ -1,5 +1,5 @@
-"""A hook of mkdocs: links from pages to files outside of `docs/` lead to the repository, and the site has each page as
-Markdown, too, which `llms.txt` links."""
+"""A hook of mkdocs: links from pages to files outside of `docs/` lead to the repository, and the site has the pages
+as Markdown, too, which `llms.txt` links."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ def shipped_folder() -> Path:
 
 
 def documentation_pages() -> dict[str, Path]:
-    """The pages of the documentation by name, as `flywheel docs` takes them: with their folder where two share a name."""
+    """The pages of the documentation by name, as `flywheel docs` takes them; with a folder where two share a name."""
     docs = shipped_folder() / "docs"
     found = [path for kind in DOCUMENTATION_KINDS for path in sorted((docs / kind).glob("*.md"))]
     times = Counter(path.stem for path in found)
