@@ -33,7 +33,7 @@ PRIVATE: Final = 0o600
 _BLOCK: Final = 1 << 20
 SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
 """Folders that users edit; `flywheel init` copies them."""
-DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
+DOCUMENTATION_KINDS: Final = ("start", "connect", "judge", "train", "operate", "understand", "reference", ".")
 """Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
 
 
