@@ -1,4 +1,4 @@
-"""Writes the table of chat templates in docs/how-to/train-by-hand.md: `python -m scripts.template_table`.
+"""Writes the table of chat templates in benchmarks/results/chat-templates.md: `python -m scripts.template_table`.
 
 Each cell is tried with the genuine template and vLLM's renderer.
 """
@@ -13,7 +13,7 @@ from flywheel.training.engine.chat_rendering import NoSampleError
 from tests.factories.chat_rendering import Served
 from tests.factories.chat_templates import FAMILIES, SHAPES, asked, recorded, served_with
 
-PAGE: Final = Path(__file__).parent.parent / "docs" / "how-to" / "train-by-hand.md"
+PAGE: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "chat-templates.md"
 BEGIN: Final = "This table is generated (`python -m scripts.template_table`); a test tries each cell again.\n\n"
 UNTHOUGHT: Final = "answer, no reasoning recorded"
 
