@@ -70,7 +70,7 @@ from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.step_figures import PARTS, figures_of, times_of
 
 ROOT: Final = Path(__file__).parent.parent
-RESULTS: Final = ROOT / "docs" / "benchmarks" / "round.json"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "round.json"
 POLICY: Final = ROOT / "demo" / "policy"
 LENGTHS: Final = (8, 64, 256)
 POLL_SECONDS: Final = 0.01

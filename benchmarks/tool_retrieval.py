@@ -30,7 +30,7 @@ from flywheel.retrieval.tool_index import Method, Ranking
 from flywheel.retrieval.trained_encoder import train_encoder
 from flywheel.system.files import write_atomic
 
-RESULTS: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "tool-retrieval.json"
+RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "tool-retrieval.json"
 CONVERSATIONS: Final = 1_000
 OPTIONS: Final = EncoderOptions(epochs=8, batch_size=32, learning_rate=2e-3, seed=42)
 NEGATIVES: Final = 4

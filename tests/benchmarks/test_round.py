@@ -23,7 +23,7 @@ from tests.factories.benchmark import result_of
 from tests.factories.round import POLICY
 from tests.waiting import SOON
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "round.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "round.md"
 
 
 def test_every_group_has_as_many_good_answers_as_bad_ones() -> None:
