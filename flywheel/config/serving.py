@@ -175,9 +175,10 @@ class DaemonSettings(Section):
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
     """A worker that runs longer (in seconds) is stopped and its round abandoned."""
     on_stop: Literal["stop", "detach"] = "stop"
-    """What happens to the worker of a round when `flywheel run` is stopped. `stop` ends it, and the next start resumes
-    the round from its last checkpoint. `detach` leaves it running, and the next `flywheel run` adopts it; containers
-    refuse this, and systemd needs a drop-in. `flywheel run --once` and `flywheel round` always end it."""
+    """What happens to the worker of a round when `flywheel run` is stopped. `stop` ends it, and the next start
+    resumes the round from its last checkpoint. `detach` leaves it running, and the next `flywheel run` adopts it;
+    containers refuse that, and systemd needs a drop-in. `flywheel run --once` and `flywheel round` always end
+    it."""
     reconcile_seconds: float = Field(default=15.0, gt=0)
     """Interval in seconds at which servers are compared with the deployed adapter (a restarted server loses its
     adapters)."""
