@@ -226,8 +226,11 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_a_page() -> None:
-    page_text = (ROOT / "docs" / "how-to" / "watch.md").read_text()
-    for head, values in (("| a task is | when |", TaskState), ("| reason | meaning |", SkipReason)):
+    for name, head, values in (
+        ("monitor", "| a task is | when |", TaskState),
+        ("troubleshooting", "| reason | meaning, and what to do |", SkipReason),
+    ):
+        page_text = (ROOT / "docs" / "operate" / f"{name}.md").read_text()
         assert first_cells(page_text, head) == {value.value for value in values}
 
 
@@ -241,7 +244,7 @@ def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() ->
     docs = {path.stem: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
     assert first_cells(docs["rubrics"], "| type | is met when | `value` |") == set(KINDS)
     assert first_cells(docs["export"], "| format | file | read by | columns |") == set(FORMATS)
-    servers = docs["watch"].split("## Conditions of servers")[1]
+    servers = docs["troubleshooting"].split("## Conditions of servers")[1]
     assert first_cells(servers, "| condition |") == {condition.value for condition in Condition} | {
         "not looked at yet"
     }
