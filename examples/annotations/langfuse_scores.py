@@ -5,11 +5,12 @@ servers before version 4, pages of `GET /api/public/v2/scores` can be imported a
 """
 
 import json
+from pathlib import Path
 
 from langfuse import Langfuse
 
 api, cursor = Langfuse().api.scores, None
-with open("scores.jsonl", "w") as file:
+with Path("scores.jsonl").open("w") as file:
     while True:
         page = api.get_many(source="ANNOTATION", fields="details,subject,annotation", cursor=cursor)
         for score in page.data:

@@ -4,10 +4,11 @@ It needs `pip install mlflow`. Expectations, and assessments that a later one re
 """
 
 import json
+from pathlib import Path
 
 import mlflow
 
-with open("assessments.jsonl", "w") as file:
+with Path("assessments.jsonl").open("w") as file:
     for trace in mlflow.search_traces(return_type="list"):
         for assessment in trace.info.assessments:
             file.write(json.dumps(assessment.to_dictionary()) + "\n")

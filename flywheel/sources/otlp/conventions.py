@@ -210,8 +210,8 @@ CONVENTIONS: Final = (
             _RESULT: ("tool_response",),
         },
         ("final_result", "events"),
-        "the arguments of `final_result` (and of `rollout.finish_tools`) are the answer; `event_mode: logs` of version 1"
-        " is not read",
+        "the arguments of `final_result` (and of `rollout.finish_tools`) are the answer; version 1 with"
+        " `event_mode: logs` is not read",
         "pydantic-ai 1.0.18 (versions 1, 2, 3), 2.68.0 (versions 5, 6)",
     ),
     Convention(
