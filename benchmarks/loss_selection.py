@@ -27,7 +27,7 @@ from flywheel.records.round import SampleCandidate, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules, select
 from flywheel.system.files import write_atomic
 
-RESULTS: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "loss-selection.json"
+RESULTS: Final = Path(__file__).parent / "results" / "loss-selection.json"
 POOL: Final = 128
 SIZE: Final = 32
 STRATEGIES: Final = ("random", "diversity", "loss_topk", "hybrid")
@@ -143,7 +143,7 @@ def table(found: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = measurement.parser("loss_selection", __doc__)
     parser.add_argument("--model", metavar="DIR", help="the folder of the model")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (docs/benchmarks)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (benchmarks/results)")
     parser.add_argument("--table", action="store_true", help="print the table from the file of figures, and end")
     options = parser.parse_args()
     if options.table:

@@ -24,7 +24,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.system.files import write_atomic
 
 ROOT: Final = Path(__file__).parent.parent
-RESULTS: Final = ROOT / "docs" / "benchmarks" / "overlap.json"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "overlap.json"
 SEEDS: Final = (21, 22, 23, 24, 25)
 ROUNDS: Final = 2
 HELD_OUT: Final = 64
@@ -128,7 +128,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = measurement.parser("overlap", __doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (docs/benchmarks)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (benchmarks/results)")
     parser.add_argument("--table", action="store_true", help="print the table from the file of figures, and end")
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(options.results.read_text()) if options.results.is_file() else {}

@@ -38,7 +38,7 @@ from flywheel.cli.demo import judge
 from flywheel.system.files import write_atomic
 
 ROOT: Final = Path(__file__).parent.parent
-RESULTS: Final = ROOT / "docs" / "benchmarks" / "real-model.json"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "real-model.json"
 SEEDS: Final = (11, 12, 13)
 REPLIES: Final = (32, 128)
 PROMPTS: Final = 80
@@ -357,7 +357,7 @@ def _signed(found: Share) -> str:
 
 def main() -> None:
     parser = measurement.parser("real_model", __doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (docs/benchmarks)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (benchmarks/results)")
     parser.add_argument("--only", nargs="+", metavar="CELL", help="measure these alone, such as sft-grpo-32-s12")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell later than this")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")

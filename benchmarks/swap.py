@@ -55,7 +55,7 @@ TOKENS: Final = 24
 PERIOD: Final = 1.28
 """Seconds from one request of a client to its next: 50 requests a second of 64 clients."""
 START_SECONDS: Final = 300
-RESULTS: Final = ROOT / "docs" / "benchmarks" / "swap.json"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "swap.json"
 CONDITIONS: Final = {"idle": "at rest", "stopped": "beside a stopped daemon", "loading": "during a load that hangs"}
 SIZES: Final = {"1kB": 1_000, "100kB": 100_000, "5MB": 5_000_000}
 

@@ -42,7 +42,7 @@ FOREIGN = {
     "sage-dev agent (command line)": AGENT,
 }
 """By program, the tables that translate its keys; SAGE's are in a file with both defaults."""
-OTLP_PAGE = ROOT / "docs" / "how-to" / "otlp.md"
+OTLP_PAGE = ROOT / "docs" / "connect" / "traces.md"
 
 CLI_HEAD = """# Command line
 
@@ -72,9 +72,8 @@ An error message says what was attempted, why it failed and what to do.
 
 OTLP_HEAD = """## Conventions
 
-This section is generated from `flywheel/sources/otlp/conventions.py` (`python -m scripts.reference_pages`); a test
-compares the two. Of several conventions in one span the first in the table counts, attribute by attribute. N is a
-number. What is read but not understood makes the prompt inexact, with the reason in `metadata.prompt_reason`.
+Where a span has several conventions, the first in the table counts, attribute by attribute. Models, token counts and
+tool calls are read as well. N is a number. `python -m scripts.reference_pages` generates the table.
 """
 
 

@@ -92,8 +92,8 @@ def test_collecting_the_tests_imports_no_heavy_package(pytestconfig: pytest.Conf
 
 
 def promises() -> dict[str, list[str]]:
-    """The tests that the page on the architecture names for each promise."""
-    page = (circles.ROOT / "docs" / "architecture.md").read_text()
+    """The tests that `decisions/promises.md` names for each promise."""
+    page = (circles.ROOT / "decisions" / "promises.md").read_text()
     _, _, *rows = page.partition("| promise |")[2].partition("\n\n")[0].splitlines()
     columns = (row.strip("| ").split(" | ") for row in rows)
     return {promise: re.findall(r"`([^`]+::[^`]+)`", tests) for promise, _, tests in columns}

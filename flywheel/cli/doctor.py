@@ -12,14 +12,16 @@ import typer
 
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, load_config, print_json, run_async
-from flywheel.cli.tables import forecast_text, print_facts, short_path
+from flywheel.cli.tables import calls_and_tokens, forecast_text, print_facts, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
-from flywheel.system.terminal import escape_terminal
+from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.daemon.checkup import Finding
+    from flywheel.daemon.resource_plan import Memory
 
 COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
+UNKNOWN: Final = "not known"
 
 
 @app.command()
@@ -31,6 +33,12 @@ def doctor(
             "--ask-judge", help="Also ask each judge a short question (some 100 tokens, which may cost money)."
         ),
     ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Instead, estimate the GPU memory of server and rounds, and what judging takes and costs."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check the installation and report problems. Nothing is changed.
@@ -39,6 +47,9 @@ def doctor(
     failed, 78 when configuration, rubric or filter file is wrong.
     """
     path = find_config(config)
+    if plan:
+        show_plan(path, as_json=as_json)
+        return
     findings = look(path, ask_judge=ask_judge)
     counts = Counter(finding.result.value for finding in findings)
     if as_json:
@@ -73,6 +84,57 @@ def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
     rows = [(f"{finding.result.value:<{width}}", finding.name, _text(finding)) for finding in findings]
     print_facts(rows, {f"{result:<{width}}": colour for result, colour in COLOURS.items()})
     typer.echo("\n" + ", ".join(f"{counts[result]} {result}" for result in COLOURS if counts[result]))
+
+
+def show_plan(path: Path | None, *, as_json: bool) -> None:
+    """Print the memory and the judging that the configuration at `path` needs."""
+    from flywheel.daemon.resource_plan import plan_of
+
+    config = load_config(path)
+    found = run_async(plan_of(config))
+    if as_json:
+        print_json(found.as_json())
+        return
+    model, gpus = found.model, found.gpus
+    adapter = None if model.adapter_weights is None else model.adapter_weights * config.training.lora.r
+    about = (
+        f"weights {_bytes(model.weight_bytes)}; cache of a token {_bytes(model.cache_bytes)};"
+        f" adapter of rank {config.training.lora.r} {UNKNOWN if adapter is None else f'{adapter:,} weights'}"
+    )
+    rows: list[tuple[str, ...]] = [
+        ("model", config.model.base, about),
+        ("gpu", "", ", ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus) or "none is used here"),
+    ]
+    for name, memory in (("server", found.server), ("engine", found.engine), ("trainer", found.trainer)):
+        rows.append((name, _bytes(memory.total), _memory_text(memory)))
+    if found.tasks is None:
+        rows.append(("judging", UNKNOWN, "the state has no verdict of a judge yet; see `flywheel filter --estimate`"))
+    else:
+        mean = f"by the mean of {quantity(found.verdicts, 'verdict')}"
+        used = calls_and_tokens(found.tasks.as_json(), about="about ")
+        rows.append(("judging", quantity(found.tasks.answers, "task"), f"{used}, {mean}"))
+    if found.round is not None:
+        used = calls_and_tokens(found.round.as_json(), about="about ")
+        rows.append(("", "a round", f"at most {quantity(found.round.answers, 'answer')}: {used}"))
+    print_facts(rows)
+
+
+def _bytes(count: int | None) -> str:
+    return UNKNOWN if count is None else byte_size(count)
+
+
+def _memory_text(memory: Memory) -> str:
+    """The parts, and what the GPUs have."""
+    parts = [f"{name.replace('_', ' ')} {_bytes(count)}" for name, count in memory.parts.items()]
+    if memory.tokens is not None:
+        parts[-1] += f" for {quantity(memory.tokens, 'token')}"
+    lines = [", ".join(parts)]
+    if memory.available is not None:
+        fits = "" if memory.total is None or memory.total <= memory.available else ", which is too little"
+        lines.append(f"{byte_size(memory.available)} are there{fits}")
+    if memory.cache_tokens is not None:
+        lines.append(f"the cache then holds {quantity(memory.cache_tokens, 'token')}")
+    return "\n".join(lines)
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:

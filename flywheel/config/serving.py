@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -157,15 +157,6 @@ class ServingSettings(Section):
     call_log: Annotated[CallLogSettings | None, BeforeValidator(_call_log)] = CallLogSettings()
     extra_args: list[str] = []
     """Additional arguments for vLLM's server."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_tolerance(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and "probe_tolerance" in raw:
-            raise ValueError(
-                "probe_tolerance is no setting: the proof of an adapter's weights measures its own error. Remove it"
-            )
-        return raw
 
 
 class DaemonSettings(Section):

@@ -554,8 +554,7 @@ def examine_gpu(config: Config) -> Finding:
     if why := why_too_small(share, memory, weight_bytes(config.model.base), parallel):
         raise TrainError(f"place the engines on {text}", why, LARGER_SHARE)
     found = _ok(text, gpus=len(gpus), memory_bytes=memory)
-    option = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(config.serving.extra_args))
-    server = float(option[1]) if option else SERVER_UTILIZATION
+    server = server_share(config)
     # By default server and round both use the first GPU.
     if _is_local(config) and "CUDA_VISIBLE_DEVICES" not in os.environ and server + share > 1:
         shared = "it" if len(gpus) == 1 else "the first"
@@ -563,6 +562,12 @@ def examine_gpu(config: Config) -> Finding:
         remedy = 'Set serving.extra_args: [--gpu-memory-utilization, "0.4"], or CUDA_VISIBLE_DEVICES for each.'
         return replace(found, result=Result.WARNING, text=text, remedy=remedy)
     return found
+
+
+def server_share(config: Config) -> float:
+    """The share of a GPU's memory that `flywheel serve` takes."""
+    option = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(config.serving.extra_args))
+    return float(option[1]) if option else SERVER_UTILIZATION
 
 
 def _trackers(config: Config) -> Finding:

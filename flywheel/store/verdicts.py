@@ -206,6 +206,20 @@ def none_accepted(conn: Connection, window: int) -> str:
     )
 
 
+def usage_of_newest(conn: Connection) -> tuple[int, int, int, int]:
+    """How many of the newest verdicts asked a judge that reports its usage, and their calls and tokens together."""
+    newest = (
+        select(*(verdicts.c[name] for name in _COUNTS))
+        .where(verdicts.c.calls > 0, verdicts.c.prompt_tokens > 0)
+        .order_by(verdicts.c.id.desc())
+        .limit(SAMPLED)
+        .subquery()
+    )
+    sums = (func.coalesce(func.sum(newest.c[name]), 0) for name in _COUNTS)
+    count, calls, sent, received = conn.execute(select(func.count(), *sums).select_from(newest)).one()
+    return count, calls, sent, received
+
+
 def usage_of_judge(conn: Connection, judge_hash: str) -> dict[str, int]:
     """Usage of the newest verdicts of a judge, as far as its endpoint reported any.
 

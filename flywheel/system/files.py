@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -33,7 +34,7 @@ PRIVATE: Final = 0o600
 _BLOCK: Final = 1 << 20
 SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
 """Folders that users edit; `flywheel init` copies them."""
-DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
+DOCUMENTATION_KINDS: Final = ("start", "connect", "judge", "train", "operate", "understand", "reference", ".")
 """Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
 
 
@@ -365,7 +366,8 @@ def shipped_folder() -> Path:
 
 
 def documentation_pages() -> dict[str, Path]:
-    """The pages of the documentation by name, as `flywheel docs` takes them."""
+    """The pages of the documentation by name, as `flywheel docs` takes them; with a folder where two share a name."""
     docs = shipped_folder() / "docs"
     found = [path for kind in DOCUMENTATION_KINDS for path in sorted((docs / kind).glob("*.md"))]
-    return {path.stem: path for path in found}
+    times = Counter(path.stem for path in found)
+    return {path.stem if times[path.stem] == 1 else f"{path.parent.name}/{path.stem}": path for path in found}

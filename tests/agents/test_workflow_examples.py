@@ -133,9 +133,11 @@ async def test_environments_of_their_own(tmp_path: Path, folder: str, make: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "aliases"), [("workflows.md", ()), ("several-agents.md", ("planner", "writer"))])
+@pytest.mark.parametrize(
+    ("page", "aliases"), [("train/your-agent.md", ()), ("how-to/several-agents.md", ("planner", "writer"))]
+)
 async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tuple[str, ...]) -> None:
-    text = (ROOT / "docs" / "how-to" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     [function] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "agent.py").write_text(function)
     results, sent = await results_of(AgentProgram(workflow=f"{tmp_path / 'agent.py'}:run"), *aliases)
@@ -145,7 +147,7 @@ async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tu
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_check_of_the_example_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to" / "workflows.md").read_text()
+    page = (ROOT / "docs" / "train" / "your-agent.md").read_text()
     found = re.search(r"^    flywheel (workflow check [^\n]*)\n\n```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     command = [sys.executable, "-m", "flywheel", *found[1].split()]
     with running(with_middleware(ScriptedModel(), FLYWHEEL_ALIAS=ALIAS)) as url:

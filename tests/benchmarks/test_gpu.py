@@ -12,7 +12,7 @@ from benchmarks.gpu import PLACE, RESULTS, read, table, tables, written_page
 from flywheel.training.optim.stage_checks import WIDEST_GAP
 from tests.factories.benchmark import result_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.md"
 CASE: dict[str, Any] = {
     "step_s": 1.5,
     "tokens": 65_536,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.loss_selection import RESULTS, SIZE, STRATEGIES, accepted, chosen, table
 from tests.factories.benchmark import result_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "training.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "loss-selection.md"
 
 
 def test_the_page_shows_the_table_of_the_committed_figures() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.overlap import RESULTS, SEEDS, compared, table
 from tests.factories.benchmark import result_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "round.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "round.md"
 
 
 def rounds(*scores: float) -> dict[str, Any]:

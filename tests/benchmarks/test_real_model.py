@@ -10,7 +10,7 @@ import pytest
 from benchmarks.real_model import RESULTS, SEEDS, Cell, cells, compared, gain, read, rows_of, table
 from tests.factories.benchmark import result_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "real-model.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "real-model.md"
 
 
 def figures(cell: Cell, exact: float, fields: float, *, adapter: bool = True) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.swap import RESULTS, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "swap.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "swap.md"
 
 
 def test_the_page_has_the_figures() -> None:

@@ -518,3 +518,30 @@ def test_people_get_a_table(bench: Bench) -> None:
         assert seen.code == 1
         assert max(map(len, seen.lines)) <= columns
         assert "…" not in seen.screen
+
+
+def test_the_plan_has_the_memory_and_what_judging_takes(bench: Bench, tmp_path: Path) -> None:
+    prices = {"input_per_million": 0.5, "output_per_million": 2.0, "currency": "EUR"}
+    settings = {**bench.settings, "judge": {**bench.settings["judge"], "prices": prices}}
+    write_rubric(tmp_path)
+    settings["filter"] = {"rubric": "rubric.yaml"}
+    (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+    before = bench.run("doctor", "--plan")
+    assert before.code == 0
+    assert "no verdict of a judge yet" in before.out
+    assert not (tmp_path / "state").exists()
+    assert bench.run("ingest").code == 0
+    used = bench.run("filter", "--json").json["usage"]
+    assert used["calls"] > 0
+    told = bench.run("doctor", "--plan", "--json").json
+    assert told["verdicts"] > 0
+    each = {name: used[name] / told["verdicts"] for name in ("calls", "prompt_tokens", "completion_tokens")}
+    for part in (told["tasks"], told["round"]):
+        for name, mean in each.items():
+            assert part[name] == pytest.approx(mean * part["answers"], abs=1)
+        expected = (part["prompt_tokens"] * 0.5 + part["completion_tokens"] * 2.0) / 1e6
+        assert part["cost"] == {"amount": pytest.approx(expected, abs=1e-6), "currency": "EUR"}
+    assert told["tasks"]["answers"] == 1000
+    shown = bench.run("doctor", "--plan").out
+    assert "1,000 tasks" in shown and f"at most {told['round']['answers']:,} answers" in shown
+    assert shown.count(" EUR") == 2

@@ -20,7 +20,7 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.training.program.program_child import MARK
 from tests.factories.config import BOXED_RUBRIC
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "train-by-hand.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "train" / "files-and-python.md"
 CHATS: Final = [
     {
         "messages": [
@@ -71,9 +71,20 @@ def test_arguments_are_the_settings_of_their_stage(stage: Stage) -> None:
 
 
 def test_the_page_has_each_argument_with_its_settings() -> None:
-    rows = re.findall(r"^\| (`--[\w-]+`) \|(.*)\|(.*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
-    table = {name.strip("`-").replace("-", "_"): tuple(key.strip(" `") for key in keys) for name, *keys in rows}
-    assert table == {**SHORT, "epochs": (*SHORT["epochs"][:2], "steps: epochs × tasks / batch size, rounded up")}
+    text = PAGE.read_text().partition("## Options and settings")[2].partition("\n## ")[0]
+    parents = [f"{where}." for where in re.findall(r", below `([\w.]+)`", text)]
+    shown: dict[str, tuple[str, ...]] = {}
+    for names, *cells in re.findall(r"^\| (`--.*?) \|(.*)\|(.*)\|(.*)\|$", text, re.MULTILINE):
+        keys = [re.match(r"`(\w+)`", cell.strip()) for cell in cells]
+        for name in re.findall(r"`--([\w-]+)`", names):
+            shown[name] = tuple(f"{where}{key[1]}" if key else "" for where, key in zip(parents, keys, strict=True))
+    differing = {name: keys for name, keys in SHORT.items() if len({*keys} - {""}) > 1}
+    assert shown == {name.replace("_", "-"): keys for name, keys in differing.items()}
+    for name in SHORT.keys() - differing.keys():
+        assert f"`--{name.replace('_', '-')}`" in text
+        key = SHORT[name][-1]
+        # Those of the options' own names are in one sentence.
+        assert f"`{key}`" in text or key == f"training.{name}"
 
 
 def test_arguments_win_over_sections_and_these_over_the_file(tmp_path: Path) -> None:

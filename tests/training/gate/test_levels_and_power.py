@@ -62,7 +62,7 @@ def test_past_comparisons_tell_how_much_scores_vary() -> None:
 
 
 def test_the_sizes_of_suites_that_the_page_names_are_those_that_are_needed() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "explanation" / "gate.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "understand" / "gate.md").read_text()
     table = page.partition("| margin | conversations |")[2].partition("\n\n")[0]
     sizes = {float(margin): int(size) for margin, size in re.findall(r"\| ([\d.]+) \| (\d+) \|", table)}
     assert len(sizes) == 4

@@ -1,4 +1,4 @@
-"""The worked example of `docs/how-to/recorded-tools.md` is what happens."""
+"""The worked example of `docs/train/recorded-tools.md` is what happens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flywheel.training.recorded.recorded_rollout import RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
 
-PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "recorded-tools.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "train" / "recorded-tools.md").read_text()
 ROW = re.compile(r"^\| `(?P<name>\w+)\((?P<arguments>\{[^`]*?)\)?`(?: again)? \| (?P<answer>.*?) \| .* \|$", re.M)
 PRICE = tool("stock_price", "The price.", symbol={"type": "string"}, currency={"type": "string", "default": "USD"})
 TRACE = recording(

@@ -1,0 +1,204 @@
+"""What `flywheel doctor --plan` prints: the GPU memory of the model server and of a round, and what judging takes.
+
+Memory follows from the model's `config.json` and the settings, the judge's tokens from the verdicts in the state.
+Whatever does not follow from these is None. Nothing is loaded and nobody is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct, to_builtins
+
+from flywheel.config.file import Config
+from flywheel.daemon.checkup import Gpu, list_gpus, server_share, version_of
+from flywheel.daemon.forecast import forecast
+from flywheel.daemon.judging.judging_report import cost_of
+from flywheel.errors import TrainError
+from flywheel.serving.server.model_parsers import config_in, folder_of, weight_bytes
+from flywheel.store.kernel.database import found_version, read_once
+from flywheel.store.verdicts import usage_of_newest
+from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.optim.rollout_grading import has_judge
+
+ENGINE_WORK: Final = 2_000_000_000
+"""Bytes that vLLM takes for its own work, beside weights and cache."""
+ENGINE_SLOTS: Final = 3
+"""Adapters for which an engine of a round has memory (`EngineSettings.lora_slots`)."""
+OPTIMIZED: Final = 16
+"""Bytes of a weight of the adapter in the trainer: itself, its gradient and Adam's two moments, in float32."""
+ACTIVATIONS: Final = 4
+"""Activations of a pass, as a multiple of what gradient checkpointing keeps (layers × hidden size for each token),
+for the layer and the loss at work. An H100 took 3.1, for a model of Qwen3-0.6B's sizes (benchmarks/gpu.py)."""
+TASKS: Final = 1000
+
+
+class ModelSizes(Struct, frozen=True):
+    """Bytes of the weights, of a number, and of the key-value cache of a token; weights of an adapter of rank 1;
+    layers × hidden size; the longest context."""
+
+    weight_bytes: int | None
+    number_bytes: int
+    cache_bytes: int | None = None
+    adapter_weights: int | None = None
+    layer_numbers: int | None = None
+    context: int | None = None
+
+
+class Memory(Struct, frozen=True):
+    """Bytes of each part, and of all; the cache is that of one sequence of `tokens`, activations are those of a pass
+    of so many. `available` is what the GPUs have for it, and `cache_tokens` what then fits into the cache."""
+
+    parts: dict[str, int | None]
+    total: int | None
+    tokens: int | None
+    available: int | None
+    cache_tokens: int | None = None
+
+
+class Judging(Struct, frozen=True):
+    """The judge's usage for so many answers, by the mean of the newest verdicts, and its cost."""
+
+    answers: int
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    cost: dict[str, Any] | None
+
+    def as_json(self) -> dict[str, Any]:
+        made: dict[str, Any] = to_builtins(self)
+        return made
+
+
+class ResourcePlan(Struct, frozen=True):
+    """`engine` is one of a round's. Judging is by the mean of so many `verdicts`, and None without one."""
+
+    model: ModelSizes
+    gpus: list[Gpu]
+    server: Memory
+    engine: Memory
+    trainer: Memory
+    verdicts: int
+    tasks: Judging | None
+    round: Judging | None
+
+    def as_json(self) -> dict[str, Any]:
+        made: dict[str, Any] = to_builtins(self)
+        return made
+
+
+async def plan_of(config: Config) -> ResourcePlan:
+    """The plan on the GPUs of this machine. Raises TrainError if a round cannot be placed on them."""
+    sizes, gpus = model_sizes(config), _gpus()
+    rollout, training, serving = config.rollout, config.training, config.serving
+    memory = min((gpu.memory for gpu in gpus), default=None)
+    of_engine, of_trainer = _shares(config, len(gpus)) if gpus else (None, None)
+    slots = serving.max_lora_rank * config.max_adapters * sizes.number_bytes
+    loaded = ENGINE_SLOTS * training.lora.r * sizes.number_bytes
+    tokens = training.micro_batch_tokens or training.micro_batch_size * rollout.max_model_len
+    trained = {
+        "weights": None if config.model.trainer_quantization else sizes.weight_bytes,
+        "adapter_and_optimizer": _times(sizes.adapter_weights, training.lora.r * OPTIMIZED),
+        "activations": _times(sizes.layer_numbers, ACTIVATIONS * sizes.number_bytes * tokens),
+    }
+    verdicts, of_tasks, of_round = await _judging(config)
+    return ResourcePlan(
+        sizes,
+        gpus,
+        _engine(sizes, slots, serving.max_model_len or sizes.context, _times(memory, server_share(config))),
+        _engine(sizes, loaded, rollout.max_model_len, _times(memory, of_engine)),
+        Memory(trained, _sum(trained), tokens, _times(memory, of_trainer)),
+        verdicts,
+        of_tasks,
+        of_round,
+    )
+
+
+def _shares(config: Config, gpus: int) -> tuple[float, float]:
+    """What an engine, and a process of the trainer beside it, have of the memory of a GPU."""
+    rollout, parallel = config.rollout, config.rollout.tensor_parallel
+    placed = place_on_gpus(rollout.engines, gpus, trainers=config.training.workers, tensor_parallel=parallel)
+    shares = [(engine.place, engine.memory(rollout.gpu_memory_utilization)) for engine in placed.engines]
+    beside = sum(share for place, share in shares if place == placed.trainers[0].place)
+    return min(share for _, share in shares) * parallel, 1 - beside
+
+
+def model_sizes(config: Config) -> ModelSizes:
+    """What the base model's files say. The formulas are those of dense transformers."""
+    base, targets = config.model.base, config.training.lora.target_modules
+    raw = config_in(folder) if (folder := folder_of(base)) else {}
+    text: Mapping[str, Any] = raw.get("text_config") or raw
+    is_wide = "float32" in (text.get("dtype"), text.get("torch_dtype"), raw.get("dtype"), raw.get("torch_dtype"))
+    weights, number = weight_bytes(base) or None, 4 if is_wide else 2
+    hidden, layers, heads = (text.get(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if not (hidden and layers and heads) or "kv_lora_rank" in text:
+        return ModelSizes(weights, number)
+    size, key_heads = text.get("head_dim") or hidden // heads, text.get("num_key_value_heads") or heads
+    sides = dict.fromkeys(("q_proj", "o_proj"), hidden + heads * size)
+    sides |= dict.fromkeys(("k_proj", "v_proj"), hidden + key_heads * size)
+    if (inner := text.get("intermediate_size")) and not any("experts" in key for key in text):
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
+    named = {*sides} if targets == "all-linear" else {*targets} if isinstance(targets, list) else {targets}
+    is_known = "up_proj" in sides and named <= sides.keys()
+    adapter = layers * sum(sides[name] for name in named) if is_known else None
+    cache, context = 2 * layers * key_heads * size * number, text.get("max_position_embeddings")
+    return ModelSizes(weights, number, cache, adapter, layers * hidden, context)
+
+
+def answers_of_round(config: Config, held_out: int) -> int:
+    """How many answers a round has graded, at most: rollouts, and those of both sides of the gate, without suites."""
+    rollouts = 0
+    for stage in config.training.planned:
+        own = stage.training
+        if stage.kind == "grpo":
+            rollouts += own.steps * config.rollout.prompts_asked(own.prompts_per_step) * own.group_size
+        elif stage.kind == "dpo":
+            rollouts += (stage.samples or config.trigger.max_samples) * own.group_size
+    tasks = min(held_out, config.gate.max_tasks) or config.gate.max_tasks
+    return rollouts + 2 * tasks * config.gate.samples_for(tasks)
+
+
+async def _judging(config: Config) -> tuple[int, Judging | None, Judging | None]:
+    """The number of verdicts that are known, and the usage of `TASKS` tasks and of a round."""
+    if not found_version(config.state_dir):
+        return 0, None, None
+    count, *used = await read_once(config.state_dir, usage_of_newest)
+
+    def of(answers: int) -> Judging | None:
+        if not count:
+            return None
+        calls, sent, received = (round(answers * each / count) for each in used)
+        return Judging(answers, calls, sent, received, cost_of(calls, sent, received, config.judge.prices).price)
+
+    found = await read_once(config.state_dir, forecast, config)
+    return count, of(TASKS), of(answers_of_round(config, found.held_out)) if has_judge(config) else None
+
+
+def _engine(sizes: ModelSizes, bytes_of_rank_1: int, tokens: int | None, available: int | None) -> Memory:
+    fixed = {
+        "weights": sizes.weight_bytes,
+        "adapters": _times(sizes.adapter_weights, bytes_of_rank_1),
+        "work": ENGINE_WORK,
+    }
+    parts = fixed | {"cache": _times(sizes.cache_bytes, tokens)}
+    taken, fits = _sum(fixed), None
+    if available is not None and taken is not None and sizes.cache_bytes:
+        fits = max(0, available - taken) // sizes.cache_bytes
+    return Memory(parts, _sum(parts), tokens, available, fits)
+
+
+def _gpus() -> list[Gpu]:
+    try:
+        return list_gpus() if version_of("vllm") is not None else []
+    except TrainError:  # without one, the plan says what is needed
+        return []
+
+
+def _times(value: int | None, factor: float | None) -> int | None:
+    return None if value is None or factor is None else int(value * factor)
+
+
+def _sum(parts: Mapping[str, int | None]) -> int | None:
+    known = [each for each in parts.values() if each is not None]
+    return sum(known) if len(known) == len(parts) else None
