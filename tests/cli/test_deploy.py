@@ -20,6 +20,7 @@ from tests import warm
 from tests.cli.conftest import Run
 from tests.daemon.conftest import server
 from tests.factories.config import base_model, write_config
+from tests.factories.documented_json import compare, documented
 from tests.factories.metrics import by, parsed
 from tests.factories.round import put_deployment, put_trained
 from tests.factories.state import read_state, write_state
@@ -62,7 +63,9 @@ def test_deploying_and_going_back(flywheel: Run, config: Path) -> None:
     assert (ran.out, ran.err) == ("agent is now r0001\n", "")
     assert flywheel("deploy", "agent@r0002", "-c", config, "--json").json["adapter"] == "r0002"
     assert flywheel("rollback", "-c", config).out == "agent is now r0001\n"
-    assert flywheel("rollback", "--to", "r0002", "-c", config, "--json").json["adapter"] == "r0002"
+    back = flywheel("rollback", "--to", "r0002", "-c", config, "--json").json
+    compare(back, documented("rollback"), "rollback")
+    assert back["adapter"] == "r0002"
     ran = flywheel("rollback", "--to", "base", "-c", config)
     assert (ran.out, ran.err) == ("agent is now the base model\n", "")
 
@@ -91,6 +94,7 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
     gone = "http://127.0.0.1:9"
     config.write_text(config.read_text().replace(f"- {url}", f"- {url}\n  - {gone}"))
     state = flywheel("status", "--json", "-c", config).json
+    compare(state, documented("status"), "status")
     counts = dict.fromkeys(("calls", "missed", "dropped", "refused", "to_erase"), 0)
     not_pulled = {"condition": "", "error": "", **counts}
     unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None, "calls": not_pulled}

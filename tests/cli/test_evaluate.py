@@ -500,6 +500,7 @@ def test_an_estimate_asks_nobody(evaluate: Callable[..., Ran], endpoint: Endpoin
     assert "20 calls" in ran.out
     assert "USD" in ran.out
     both = evaluate("--estimate", "--against", "large", "--against-base-url", endpoint.base_url, "--json").json
+    compare(both, documented("evaluate --estimate"), "evaluate --estimate")
     assert (both["estimate"]["tasks"], both["estimate"]["answers"], both["estimate"]["calls"]) == (10, 20, 20)
     assert (bench.judge.calls, endpoint.requests) == (0, [])
     assert evaluate("--estimate", "--fail-under", "0.5").code == EXIT_USAGE

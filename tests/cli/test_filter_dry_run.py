@@ -15,6 +15,7 @@ from flywheel.errors import EXIT_UNAVAILABLE
 from tests import warm
 from tests.cli.filter_bench import CRITERIA, Bench
 from tests.cli.terminal import in_terminal
+from tests.factories.documented_json import compare, documented
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "good, without a box"
 PRICES = {"input_per_million": 1000.0, "output_per_million": 5000.0, "currency": "EUR"}
@@ -57,7 +58,9 @@ def test_a_dry_run_foretells_its_calls_on_stderr(bench: Bench) -> None:
 def test_an_estimate_makes_no_call_and_writes_nothing(bench: Bench) -> None:
     bench.lines(GOOD, BAD, GOOD)
     bench.rubric(changed(boxed={"value": "nowhere", "required": True}))
-    first = bench.filter("--estimate")["estimate"]
+    told = bench.filter("--estimate")
+    compare(told, documented("filter --estimate"), "filter --estimate")
+    first = told["estimate"]
     assert (first["tasks"], first["without_a_call"], first["calls"]) == (3, 3, 0)
     bench.rubric()
     before = bench.files()
@@ -116,6 +119,7 @@ def test_a_rubric_diff_says_what_flips_and_why_with_stored_verdicts_on_both_side
     calls = bench.judge.calls
     before = bench.files()
     diff = bench.filter("--dry-run", "--rubric", new, "--against", old)
+    compare(diff, documented("filter --against"), "filter --against")
     assert bench.files() == {
         **before,
         str(bench.folder / "flywheel.yaml"): bench.files()[str(bench.folder / "flywheel.yaml")],

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
+from tests.factories.documented_json import compare, documented
 from tests.factories.state import execute
 from tests.factories.trace import write_lines
 
@@ -120,6 +121,7 @@ def test_steps_and_history_are_shown(flywheel: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_status_tells_by_what_replies_are_rejected(judged: Bench) -> None:
     told = judged("status", "--json").json
+    compare(told, documented("status"), "status")
     assert told["recent_verdicts"] == {
         "judged": 3,
         "accepted": 1,

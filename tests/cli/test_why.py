@@ -10,6 +10,7 @@ import pytest
 from flywheel.records.round import Sampling, SystemPrompt
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
+from tests.factories.documented_json import compare, documented
 from tests.factories.round import suite
 from tests.factories.state import execute
 from tests.web.recorded_state import unpack
@@ -38,6 +39,7 @@ def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) ->
     assert "\x1b" not in told[start + 1] and len(told[start + 1]) < 400
     assert told[start + 2 : start + 4] == ["system prompt of 64 rollouts: (none)", "and 1 further system prompt"]
     story = json.loads(flywheel("why", "r0001", "-c", config, "--json").out)
+    compare(story, documented("why ROUND"), "why")
     assert story["sampling"] == sampling.model_dump()
     for name in ("r0001", f"{state.model.alias}@r0001"):
         assert flywheel("show", name, "-c", config) == flywheel("why", "r0001", "-c", config)
