@@ -1,8 +1,8 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
-The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, the
-states and tables from the schema and its docstrings, and the keys of AgentJet and of AgentScope's tuner and the
-conventions of traces from the tables that translate them.
+The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, states
+and metrics from their definitions, and the keys of other programs and the conventions of traces from the tables that
+translate them.
 """
 
 from __future__ import annotations
@@ -10,75 +10,64 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
-from itertools import groupby, pairwise
-from operator import itemgetter
-from pathlib import Path
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from flywheel.cli.app import COMMANDS, app
-from flywheel.config.agentjet import AGENTJET, DEFAULTS
-from flywheel.config.foreign import Only, Refusal, Table, Without
+from flywheel.cli.app import COMMANDS, GROUPS, app
+from flywheel.config.agentjet import AGENTJET
+from flywheel.config.command_lines import AGENT, LAUNCHER
+from flywheel.config.foreign import Only, Refusal, Without
 from flywheel.config.trinity import TRINITY
+from flywheel.daemon import prometheus
+from flywheel.judge.call_seconds import CALL_SECONDS
 from flywheel.records import states
 from flywheel.sources.otlp import conventions
-from flywheel.store.kernel import schema
 from scripts import configuration_page
 
 ROOT = configuration_page.ROOT
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
-STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
-AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
-TUNER_PAGE = ROOT / "docs" / "how-to" / "agentscope-tuner.md"
+FILES_PAGE = ROOT / "docs" / "reference" / "files.md"
+FOREIGN_KEYS = ROOT / "docs" / "reference" / "foreign-keys.tsv"
+FOREIGN = {
+    "AgentJet, ASTuner": AGENTJET,
+    "Trinity-RFT, AgentScope's tuner": TRINITY,
+    "ajet, astuner, launcher.py (command line)": LAUNCHER,
+    "sage-dev agent (command line)": AGENT,
+}
+"""By program, the tables that translate its keys; SAGE's are in a file with both defaults."""
 OTLP_PAGE = ROOT / "docs" / "connect" / "traces.md"
 
 CLI_HEAD = """# Command line
 
-This page is generated from the commands (`python -m scripts.reference_pages`); a test compares the two.
-`flywheel COMMAND --help` shows the same for the installed version. What each command prints with `--json` is on
-[JSON output](json.md).
+This page is generated from the commands (`python -m scripts.reference_pages`). `flywheel COMMAND --help` shows the
+same for the installed version.
 
-Exit codes: 0 done; 1 failed; 2 usage; 69 the judge cannot be used: it is unreachable, refuses its calls, or gives
-answers that cannot be read; 75 try again: another instance holds the lock, or erased text is not yet purged; 78
-wrong configuration, rubric, filter, labels or task file; 100 replies are below the quality bar (`--fail-under`,
-`--max-undecided`); 130, 143 stopped by SIGINT, SIGTERM before it was done (`flywheel run` without `--once` ends
-with 0); 141 the reader of stdout closed it (`| head`). An error message says what was attempted, why it failed
-and what to do. A user's mistake never causes a traceback.
+`run`, `round`, `ingest` and `filter` need a configuration, or `sources` by `--set` or `--source`. `filter --tasks`
+needs none. `status`, `tasks`, `audit`, `prune` and `backup` need a configuration or a state that exists. `evaluate`,
+`retrieval` and `serve` need one of these or any setting. The other commands also work on the defaults; of them only
+`restore`, `demo` and `train` write files. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model.
+`judge` is another name of `filter`, and `explain` of `why`.
 
-`-c FILE` and `--set KEY=VALUE` may stand before or after a command. `run`, `round`, `ingest` and `filter` need a
-configuration, or `sources` by `--set` or the databases of `--source` (`filter --tasks` reads no source);
-`status`, `tasks`, `audit`, `prune` and `backup` need that or a state that exists, `evaluate`, `retrieval` and `serve`
-one of these or any setting.
-The other commands also work on the defaults, on which only `restore`, `demo` and `train` create a state or files of
-it. What judges needs `judge.base_url` (or `$OPENAI_BASE_URL`) and a model. `judge` is another name of `filter` and
-`explain` of `why`.
-`--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
-"""
+An error message says what was attempted, why it failed and what to do.
 
-STATE_HEAD = """# States and tables
-
-This page is generated from `flywheel/store/kernel/schema.py` and `flywheel/records/states.py`
-(`python -m scripts.reference_pages`); a test compares them. Programs should read `flywheel status --json` or
-[`flywheel export`](export.md) instead: the tables can change with each version.
-"""
-
-AGENTJET_HEAD = """## Every key
-
-This section is generated from `flywheel/config/agentjet.py` (`python -m scripts.reference_pages`); a test
-compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
-itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge and
-[what is trained on](#what-is-trained-on).
-"""
-
-TUNER_HEAD = """## Every key
-
-This section is generated from `flywheel/config/trinity.py` (`python -m scripts.reference_pages`); a test compares the
-two. Names without a section are fields of `TunerModelConfig` and `AlgorithmConfig`, or short names in a mapping;
-`train_dataset.…` is a field of the data set. What nothing sets has Flywheel's default.
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed |
+| 2 | usage |
+| 69 | the judge cannot be used: it is unreachable, refuses its calls, or gives answers that cannot be read |
+| 75 | try again: another instance holds the lock, or erased text is not yet purged |
+| 78 | wrong configuration, rubric, filter, labels or task file |
+| 100 | replies are below the quality bar (`--fail-under`, `--max-undecided`) |
+| 130, 143 | stopped by SIGINT, SIGTERM; `flywheel run` without `--once` ends with 0 |
+| 141 | the reader of stdout closed it (`\\| head`) |
 """
 
 OTLP_HEAD = """## Conventions
@@ -103,30 +92,54 @@ def cli_page() -> str:
         importlib.import_module(f"flywheel.cli.{name}")
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
-    parts = [CLI_HEAD, "## Options of all commands", "", *_options(root), ""]
-    for name, command in sorted(root.commands.items()):
-        parts += _command(f"flywheel {name}", command)
+    names = ", ".join(name.replace(" ", "\xa0") for name in _with_json("", root))
+    named = [line.replace("\xa0", " ") for line in textwrap.wrap(names, 110, break_on_hyphens=False)]
+    with_json = "These commands take `--json`, which prints one [JSON object](files.md#json-output) and nothing else:"
+    parts = [CLI_HEAD, "## Options of all commands", "", "They may stand before or after the command.", ""]
+    parts += [*_options(root.params), "", with_json, "", *(f"    {line}" for line in named), ""]
+    for title, names in GROUPS.items():
+        parts += [f"## {title} commands", ""]
+        for name in names:
+            parts += _command(f"flywheel {name}", root.commands[name], "###")
     return "\n".join(parts)
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
+def _with_json(name: str, command: Any) -> Iterator[str]:
+    if any("--json" in each.opts for each in command.params):
+        yield name
+    for inner, each in sorted(getattr(command, "commands", {}).items()):
+        yield from _with_json(f"{name} {inner}".strip(), each)
+
+
+def _command(name: str, command: Any, level: str, shared: Sequence[str] = ()) -> Iterator[str]:
     if getattr(command, "hidden", False):
         return
-    yield from (f"## `{name}`", "", _sentence(command.help), "")
-    # Arguments first, as they are typed.
-    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    usage = " ".join([name, *(_argument(each) for each in arguments)])
+    yield from (f"{level} `{name}`", "", _sentence(command.help), "")
     group = isinstance(command, TyperGroup)
-    if group and not command.invoke_without_command:
-        for inner, each in command.commands.items():
-            yield from _command(f"{name} {inner}", each)
-        return
-    yield from ("```", f"{usage} [OPTIONS]", "```", "")
-    yield from _options(command)
-    yield ""
+    if not group or command.invoke_without_command:
+        # Arguments first, as they are typed.
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        if arguments:
+            yield from ("    " + " ".join([name, *map(_argument, arguments), "[OPTIONS]"]), "")
+        own = [option for option in _options(_own(command)) if option not in shared]
+        if own:
+            yield from (*own, "")
     if group:
-        for inner, each in command.commands.items():
-            yield from _command(f"{name} {inner}", each)
+        inner = list(command.commands.values())
+        common = [
+            option
+            for option in _options(_own(inner[0]))
+            if len(inner) > 2 and all(option in _options(_own(each)) for each in inner)
+        ]
+        if common:
+            yield from ("Each has these options:", "", *common, "")
+        for each in inner:
+            yield from _command(f"{name} {each.name}", each, f"{level}#", common)
+
+
+def _own(command: Any) -> list[Any]:
+    """The parameters of a command without those that are the same everywhere."""
+    return [each for each in command.params if not {"--config", "--set", "--json"} & {*each.opts}]
 
 
 def _argument(parameter: Any) -> str:
@@ -135,32 +148,27 @@ def _argument(parameter: Any) -> str:
     return (name if parameter.required else f"[{name}]") + ("…" if parameter.nargs == -1 else "")
 
 
-def _options(command: Any) -> Iterator[str]:
+def _options(parameters: Iterable[Any]) -> list[str]:
     rows = []
-    for parameter in command.params:
+    for parameter in parameters:
         if parameter.param_type_name == "argument":
             if text := getattr(parameter, "help", None):
-                rows.append((f"`{_cell(_argument(parameter).strip('[]…'))}`", "–", _cell(text)))
+                rows.append(f"- `{_argument(parameter).strip('[]…')}`: {' '.join(text.split())}")
         elif not parameter.hidden and parameter.name != "help":
             names = ", ".join(f"`{each}`" for each in (*parameter.opts, *parameter.secondary_opts))
             value = "" if parameter.is_flag else f" `{_value(parameter)}`"
-            rows.append((names + value, _default(parameter), _cell(parameter.help or "")))
-    if rows:
-        yield "| option | default | meaning |"
-        yield "|---|---|---|"
-        yield from (f"| {name} | {default} | {text} |" for name, default, text in rows)
-    else:
-        yield "It has no options."
+            rows.append(f"- {names}{value}{_default(parameter)}: {' '.join((parameter.help or '').split())}")
+    return rows
 
 
 def _value(parameter: Any) -> str:
-    return _cell(parameter.metavar or str(parameter.display_type(None)).strip("<>"))
+    return " ".join((parameter.metavar or str(parameter.display_type(None)).strip("<>")).split())
 
 
 def _default(parameter: Any) -> str:
     value = parameter.default
-    shown = value not in (None, False, (), []) and not callable(value)
-    return f"`{getattr(value, 'value', value)}`" if shown else "–"
+    shown = value not in (None, False, (), [], "") and not callable(value)
+    return f" (default `{getattr(value, 'value', value)}`)" if shown else ""
 
 
 def _cell(text: str) -> str:
@@ -171,72 +179,62 @@ def _sentence(text: str | None) -> str:
     return "\n\n".join(" ".join(each.split()) for each in (text or "").split("\n\n"))
 
 
-def state_page() -> str:
-    parts = [STATE_HEAD, "## States", "", _sentence(states.__doc__), ""]
-    for kind, following in states.TRANSITIONS.items():
-        said = _docstrings(states, kind.__name__)
-        parts += [
-            f"### {kind.__name__}",
-            "",
-            _sentence(kind.__doc__),
-            "",
-            "| state | meaning | may become |",
-            "|---|---|---|",
-        ]
-        for state in kind:
-            after = ", ".join(f"`{each.value}`" for each in kind if each in following[state]) or "–"
-            parts.append(f"| `{state.value}` | {_cell(said.get(state.name, ''))} | {after} |")
-        parts.append("")
-    parts += ["## Tables", "", _sentence(schema.__doc__), ""]
-    names = _docstrings(schema)
-    for name, table in schema.metadata.tables.items():
-        parts += [f"### `{name}`", "", _sentence(names.get(name)), "", "| column | type | |", "|---|---|---|"]
-        for column in table.columns:
-            notes = [*(["primary key"] if column.primary_key else []), *(["unique"] if column.unique else [])]
-            notes += [f"→ `{key.target_fullname}`" for key in column.foreign_keys]
-            notes += ["may be NULL"] if column.nullable else []
-            parts.append(f"| `{column.name}` | {column.type} | {', '.join(notes)} |")
-        parts.append("")
-    return "\n".join(parts)
+def files_page() -> str:
+    """The page with its written part as it is, and the states and the metrics that the code has."""
+    text = _replaced(FILES_PAGE.read_text(), "## States", _states())
+    return _replaced(text, "### All metrics", _metrics())
 
 
-def agentjet_page() -> str:
-    """The page with its written part as it is, and the tables and AgentJet's defaults after it."""
-    defaults = ["### Defaults", "", "Workflows and judges read these, where the file does not set them.", ""]
-    return _page_of(AGENTJET_PAGE, AGENTJET_HEAD, AGENTJET, [*defaults, "```", DEFAULTS.strip(), "```", ""])
+def _replaced(page: str, heading: str, body: Iterable[str]) -> str:
+    """The page with this body below a heading, up to the next one of its level or above."""
+    before, _, rest = page.partition(f"{heading}\n")
+    end = re.search(rf"^#{{1,{heading.count('#')}}} ", rest, re.MULTILINE)
+    assert end is not None
+    return "\n".join([before + heading, "", *body, "", rest[end.start() :]])
 
 
-def tuner_page() -> str:
-    """The page with its written part as it is, and the tables after it."""
-    return _page_of(TUNER_PAGE, TUNER_HEAD, TRINITY, [])
+def _states() -> Iterator[str]:
+    yield "These states are in lists and in JSON output; those of tasks are on [monitor](../operate/monitor.md)."
+    for kind in states.TRANSITIONS:
+        if kind not in (states.RequestState, states.DeploymentState, states.TaskState):
+            said = _docstrings(states, kind.__name__)
+            yield from ("", f"{_sentence(kind.__doc__).removesuffix('.')}:", "")
+            yield from (f"- `{state.value}`: {' '.join(said[state.name].split())}" for state in kind)
 
 
-def _page_of(page: Path, head: str, table: Table, rest: list[str]) -> str:
-    def rows(by_name: Mapping[str, Any], kind: type) -> Iterator[tuple[str, Any]]:
-        for what, each in groupby(by_name.items(), itemgetter(1)):
-            if isinstance(what, kind):
-                yield ", ".join(f"`{name.replace('=', ': ')}`" for name, _ in each), what
+def _metrics() -> Iterator[str]:
+    for line in prometheus.METRICS.strip().splitlines():
+        name, path, text = line.split(" | ")
+        labels = [each for each in re.findall(r"{(\w+)}", path) if each != "target"]
+        yield _metric(f"flywheel_{name}", labels, text.replace(", of the last step", ""))
+    [seconds] = CALL_SECONDS.describe()
+    yield _metric(seconds.name, ["endpoint", "outcome"], f"Histogram. {seconds.documentation}")
 
-    parts = [page.read_text().partition(head.splitlines()[0])[0] + head]
-    parts += ["### Used", "", "Of several keys in a row, the last that a file sets counts.", ""]
-    parts += ["| key | here |", "|---|---|"]
-    parts += [f"| {names} | `{ours}` |" for names, ours in rows(table.uses, str)]
-    parts += ["", "### Refused", "", "| value | because | instead |", "|---|---|---|"]
-    parts += [f"| {names} | {_cell(why)} | {_cell(hint)} |" for names, (why, hint) in rows(table.entries, Refusal)]
-    for names, (possible, why, _) in rows(table.entries, Only):
-        choices = " or ".join(f"`{str(each).lower()}`" for each in possible)
-        parts.append(f"| {names}, another value | {_cell(why)} | {choices or '–'} |")
-    parts += [
-        "",
-        "### Without effect",
-        "",
-        "A key stands for those below it, too.",
-        "",
-        "| key | because |",
-        "|---|---|",
-    ]
-    parts += [f"| {names} | {_cell(why)} |" for names, why in rows(table.entries, Without)]
-    return "\n".join([*parts, "", *rest])
+
+def _metric(name: str, labels: Sequence[str], text: str) -> str:
+    named = f" ({', '.join(labels)})" if labels else ""
+    return f"- `{name}`{named}: {text}"
+
+
+def foreign_keys() -> str:
+    """Each key of another program and each option of its command lines, with what becomes of it."""
+    lines = ["program\tkey or option\toutcome\tFlywheel's key\treason\tinstead"]
+    for program, table in FOREIGN.items():
+        mark = "--" if program.endswith("(command line)") else ""
+        for name, entry in table.entries.items():
+            shown = f"{mark}{name.replace('=', ': ')}"
+            match entry:
+                case Without():
+                    told = ("without effect", "", str(entry), "")
+                case Refusal(why, hint):
+                    told = ("refused", "", why, hint)
+                case Only(possible, why, _):
+                    choices = " or ".join(str(each).lower() for each in possible)
+                    told = ("refused but for", table.uses.get(name, ""), why, choices)
+                case _:
+                    told = ("used", table.uses[name], "", "")
+            lines.append("\t".join([program, shown, *(" ".join(each.split()) for each in told)]))
+    return "\n".join(lines) + "\n"
 
 
 def _docstrings(module: ModuleType, class_name: str = "") -> dict[str, str]:
@@ -259,7 +257,6 @@ def _docstrings(module: ModuleType, class_name: str = "") -> dict[str, str]:
 if __name__ == "__main__":
     configuration_page.write()
     CLI_PAGE.write_text(cli_page())
-    STATE_PAGE.write_text(state_page())
-    AGENTJET_PAGE.write_text(agentjet_page())
-    TUNER_PAGE.write_text(tuner_page())
+    FILES_PAGE.write_text(files_page())
+    FOREIGN_KEYS.write_text(foreign_keys())
     OTLP_PAGE.write_text(otlp_page())

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -41,16 +41,24 @@ T = TypeVar("T")
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
-COMMANDS: Final[Mapping[str, str]] = {
-    "run": "run", "ingest": "ingest", "filter": "filter", "evaluate": "evaluate", "round": "rounds",
-    "deploy": "rounds", "rollback": "rounds", "show": "show", "rollouts": "show", "prune": "prune",
-    "forget": "forget", "backup": "backup", "restore": "backup", "status": "status", "audit": "audit", "why": "show",
-    "dead-letters": "dead_letters", "label": "labels", "labels": "labels", "web": "servers", "serve": "servers",
-    "export": "export", "migrate": "migrate", "demo": "demo.command", "init": "init", "docs": "docs",
-    "doctor": "doctor", "train": "train", "tasks": "tasks", "rubric": "rubric", "workflow": "workflow",
-    "retrieval": "retrieval", "config": "settings",
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Daily": {
+        "init": "init", "demo": "demo.command", "doctor": "doctor", "run": "run", "status": "status",
+        "web": "servers", "filter": "filter", "show": "show", "docs": "docs",
+    },
+    "Data": {
+        "ingest": "ingest", "tasks": "tasks", "label": "labels", "labels": "labels", "rubric": "rubric",
+        "why": "show", "audit": "audit", "dead-letters": "dead_letters", "export": "export", "forget": "forget",
+    },
+    "Training": {
+        "round": "rounds", "train": "train", "evaluate": "evaluate", "rollouts": "show", "workflow": "workflow",
+        "retrieval": "retrieval",
+    },
+    "Serving": {"serve": "servers", "deploy": "rounds", "rollback": "rounds"},
+    "State": {"config": "settings", "migrate": "migrate", "backup": "backup", "restore": "backup", "prune": "prune"},
 }  # fmt: skip
-"""The module of each command, in the order of `--help`."""
+"""The commands in the order of `--help`, each with its module."""
+COMMANDS: Final[Mapping[str, str]] = {name: module for modules in GROUPS.values() for name, module in modules.items()}
 ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "explain": "why"}
 """Other names of commands, which people try first."""
 HINTS: Final[Mapping[str, str]] = {
@@ -89,8 +97,13 @@ class CommandGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Like Click, which cuts the sentences."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in self.commands.items()])
+        self._format(formatter, "Commands", self.commands)
+
+    def _format(self, formatter: Any, title: str, names: Iterable[str]) -> None:
+        width = max(map(len, self.commands))
+        rows = [(f"{name:<{width}}", self.commands[name].get_short_help_str(_UNCUT)) for name in names]
+        with formatter.section(title):
+            formatter.write_dl(rows)
 
 
 class Commands(CommandGroup):
@@ -138,7 +151,8 @@ class Commands(CommandGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        super().format_commands(ctx, formatter)
+        for title, names in GROUPS.items():
+            self._format(formatter, f"{title} commands", names)
         with formatter.section("Other names"):
             formatter.write_dl([(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()])
 
@@ -146,7 +160,7 @@ class Commands(CommandGroup):
 def _about() -> dict[str, str]:
     """The first paragraph about each command, on the page that is generated from them."""
     page = documentation_pages().get("cli")
-    return {} if page is None else dict(re.findall(r"(?m)^## `flywheel ([\w-]+)`\n\n(.+)", page.read_text()))
+    return {} if page is None else dict(re.findall(r"(?m)^### `flywheel ([\w-]+)`\n\n(.+)", page.read_text()))
 
 
 def _expanded(option: re.Match[str]) -> str:

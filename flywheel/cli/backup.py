@@ -54,7 +54,7 @@ def backup(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOpt
 
 @app.command()
 def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Put a backup into an empty state directory, and say what the sources hold that it does not."""
+    """Restore a backup into an empty state directory, and list replies that are only in the sources."""
     from flywheel.store import backup
 
     settings, folder = load_config(config), absolute(folder)

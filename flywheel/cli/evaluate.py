@@ -55,8 +55,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="MODEL",
-            help="What to measure: base, an alias (what is deployed), an adapter such as r0007, the folder of an"
-            " adapter or a model, or with --base-url the name of a model there.",
+            help="Model to evaluate: base, an alias, an adapter such as r0007, the folder of an adapter or a model,"
+            " or with --base-url the name of a model there.",
         ),
     ],
     benchmark: Annotated[

@@ -103,7 +103,7 @@ def labels(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="With import: annotations of this name are on whole replies, others on the criterion of their name.",
+            help="With import: annotations with this name rate the whole reply, others the criterion of their name.",
         ),
     ] = "",
     accept_from: Annotated[

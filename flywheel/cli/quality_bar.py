@@ -41,7 +41,7 @@ JunitOption = Annotated[
 ]
 SummaryOption = Annotated[
     Path | None,
-    typer.Option("--summary", metavar="FILE", help="Write the result as Markdown, as $GITHUB_STEP_SUMMARY has it."),
+    typer.Option("--summary", metavar="FILE", help="Write a Markdown summary, for example to $GITHUB_STEP_SUMMARY."),
 ]
 MetricsOption = Annotated[
     str | None,

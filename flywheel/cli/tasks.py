@@ -170,7 +170,7 @@ for _verb, _help in (
 @tasks_app.command("from-documents")
 def from_documents(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Has `.md` and `.txt` files.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with .md and .txt files.")],
     count: Annotated[int, typer.Option(min=1, metavar="N", help="How many tasks are asked for.")] = 10,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model, at the judge's endpoint. Default: judge.model.")

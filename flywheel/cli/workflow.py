@@ -58,8 +58,8 @@ def check(
 ) -> None:
     """Run your own agent on a task against the server, and report what it did.
 
-    If its first run works, it does the same task three times in one process and three times in fresh ones, to see
-    whether state of one run reaches the next.
+    If its first run works, it does the same task three times in one process and three times in fresh ones. That
+    shows whether state of one run reaches the next.
 
     Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
     accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.

@@ -3,7 +3,7 @@
 The section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's database, the
 task file, the judge's model and its parameters. Below the root are the trained model, rollouts with the workflow that
 runs in them, and the class that rewards it. Names are relative to the root. Relative paths start at one folder, as in
-AgentJet, which runs in the folder that has the workflow's package. `flywheel docs agentjet` has the table.
+AgentJet, which runs in the folder that has the workflow's package. `flywheel migrate` prints the rows.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _trackers(values: Mapping[str, Any]) -> list[str]:
     return [each for each, package in packages.items() if package and importlib.util.find_spec(package) is not None]
 
 
-AGENTJET: Final = Table("agentjet", {
+AGENTJET: Final = Table("migrate", {
     "task_reader.type": "sources.type",
     f"{TRACED}.base_url {FILES}": "sources.path",
     f"task_reader.{HUB}.dataset_path": "sources.dataset.path",

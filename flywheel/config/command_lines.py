@@ -1,7 +1,7 @@
 """What becomes of a command line of AgentJet, ASTuner or SAGE: Flywheel's command line, and a row for each option.
 
-Options are names of tables as the keys of files are. `flywheel docs agentjet` and `flywheel docs sage` say what each
-becomes. Nothing is read or run.
+Options are names of tables as the keys of files are. `flywheel migrate` says what each becomes.
+Nothing is read or run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flywheel.system.yaml_file import yaml_value
 
 COMMAND: Final = "flywheel"
 """In place of an option of Flywheel's: its command."""
-LAUNCHER: Final = Table("agentjet", {
+LAUNCHER: Final = Table("migrate", {
     "backbone": Made(COMMAND, lambda values: "round --debug" if values["backbone"] == "debug" else "run"),
     "conf": "-c",
     "swarm-server swarm-overwatch": Refusal("for agents that run elsewhere", "Write the agent as a workflow."),
@@ -40,7 +40,7 @@ LAUNCHER: Final = Table("agentjet", {
 }, refuses_close=True)  # fmt: skip
 SAME: Final = "model sft-model base-model data benchmark output epochs beta num-samples metrics"
 """The options of SAGE's commands that Flywheel's have, too."""
-AGENT: Final = Table("sage", {
+AGENT: Final = Table("migrate", {
     "command": COMMAND,
     "config": "-c",
     **{name: f"--{name}" for name in SAME.split()},

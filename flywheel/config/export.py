@@ -13,15 +13,15 @@ from flywheel.config.section import Section, WebUrl
 
 class LangfuseSettings(Section):
     host: WebUrl
-    """Address of Langfuse, such as `https://cloud.langfuse.com` or that of your own server."""
+    """Address of Langfuse, such as `https://cloud.langfuse.com`."""
     public_key_env: str = "LANGFUSE_PUBLIC_KEY"
-    """Name of the environment variable with the public key of the project."""
+    """Environment variable with the project's public key."""
     secret_key_env: str = "LANGFUSE_SECRET_KEY"
-    """Name of the environment variable with its secret key."""
+    """Environment variable with its secret key."""
     comments: bool = False
-    """Whether scores have the judge's reasons as comments, which may quote replies."""
+    """Whether scores carry the judge's reasons, which may quote replies."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Timeout in seconds of one request."""
+    """Timeout of one request."""
 
     @property
     def server(self) -> str:

@@ -66,8 +66,8 @@ DATA_SETS: Final = "datasets"
 
 class StateSettings(Section):
     dir: UserPath | None = None
-    """The state directory: `state.db`, `tasks.jsonl`, rounds and adapters. Default: `$FLYWHEEL_HOME`, else `flywheel`
-    under the XDG state directory."""
+    """Directory of `state.db`, `tasks.jsonl`, rounds and adapters. Default: `$FLYWHEEL_HOME`, else `flywheel` in the
+    XDG state directory."""
 
 
 class Config(Section):

@@ -35,18 +35,18 @@ Address = Annotated[str, AfterValidator(_address)]
 
 class ModelFilter(Section):
     include: list[str] = []
-    """Models whose replies are trained on, besides the alias, its versions and its base model: names or patterns, `*`
-    for all. Replies of other models are judged, but excluded from training and gate."""
+    """Models whose replies are trained on, besides the alias, its versions and its base: names or patterns, `*` for
+    all. Other replies are judged, but not used by training and gate."""
     exclude: list[str] = []
     """Models whose replies are never trained on: names or patterns."""
     teachers: list[str] = []
-    """Models whose accepted replies SFT imitates (`training.stages`): names or patterns. Their prompts are also used
-    by the other stages and by the gate, where the policy answers anew. `exclude` takes precedence."""
+    """Models whose accepted replies SFT imitates: names or patterns. Other stages and the gate use their prompts.
+    `exclude` takes precedence."""
 
 
 class StudioSource(Section):
     type: Literal["studio"] = "studio"
-    """`studio`: a database of AgentScope Studio. The default type of a source."""
+    """A database of AgentScope Studio. The default type."""
     path: UserPath = Field(default=Path("~/AgentScope-Studio/database.sqlite"), validate_default=True)
     """The SQLite file, opened read-only."""
     models: ModelFilter = ModelFilter()
@@ -54,7 +54,7 @@ class StudioSource(Section):
 
 class DatasetSettings(Section):
     path: HubName
-    """A file (JSON, Parquet or CSV), a folder, or a name of the Hub, as `datasets.load_dataset` takes it."""
+    """A file (JSON, Parquet, CSV), a folder, or a name on the Hub."""
     name: str | None = None
     """The subset."""
     split: str = "train"
@@ -63,25 +63,24 @@ class DatasetSettings(Section):
 
 class JsonlSource(Section):
     type: Literal["jsonl"]
-    """`jsonl`: a task file of another program, one JSON object per line."""
+    """A task file of another program, one JSON object per line."""
     path: UserPath
-    """A file, or a directory whose `*.jsonl` files are read, except hidden ones. Lines must only be appended. Default
-    with a `dataset`: a file in the folder `datasets` of the state directory."""
+    """A file, or a directory of `*.jsonl` files. Lines must only be appended. Default with a `dataset`: a file in
+    the state directory."""
     dataset: DatasetSettings | None = None
     """A data set with a task in each row, which `datasets` writes to `path` once, if there is no such file."""
     split: Literal["train", "held-out"] | None = None
-    """The split of all its tasks. Default: conversations are split by `ingest.train_ratio`."""
+    """The split of all its tasks. Default: by `ingest.train_ratio`."""
     models: ModelFilter = ModelFilter()
 
 
 class OtlpSource(Section):
     type: Literal["otlp"]
-    """`otlp`: spans that agents send by OTLP/HTTP (protobuf or JSON)."""
+    """Spans that agents send by OTLP/HTTP."""
     listen: Address = "127.0.0.1:4318"
-    """The HOST:PORT to listen on. The path is `/v1/traces`. An address that other machines can reach needs a
-    token."""
+    """HOST:PORT to listen on; the path is `/v1/traces`. An address that other machines reach needs a token."""
     token_env: str | None = None
-    """Name of the environment variable with the token that senders must send (`Authorization: Bearer TOKEN`)."""
+    """Environment variable with the token that senders must send (`Authorization: Bearer TOKEN`)."""
     models: ModelFilter = ModelFilter()
 
     @model_validator(mode="after")
@@ -96,7 +95,7 @@ class OtlpSource(Section):
 
 class CallsSource(Section):
     type: Literal["calls"]
-    """`calls`: agents without tracing. Their replies are found in the calls that `flywheel serve` has recorded."""
+    """Replies found in the calls that `flywheel serve` has recorded."""
     idle_minutes: float = Field(default=60.0, gt=0)
     """A call continues a conversation whose last call ended at most this many minutes before. A reply that waits
     longer for its tools is unfinished."""
@@ -119,30 +118,27 @@ SourceSettings = Annotated[
 
 class AgentSettings(Section):
     include: list[str] = []
-    """Agents whose nested and pipeline-stage replies also become tasks. Root replies of all agents always do."""
+    """Agents whose nested and pipeline-stage replies also become tasks. Root replies always do."""
     exclude: list[str] = []
     """Agents whose replies never become tasks."""
 
 
 class IngestSettings(Section):
     settle_seconds: float = Field(default=2.0, ge=0)
-    """A reply is closed when its agent span has arrived and its trace has not changed for this many seconds."""
+    """A reply is complete when its agent span has arrived and its trace has not changed for this long."""
     poll_seconds: float = Field(default=2.0, gt=0)
-    """Interval in seconds at which sources are checked without file system events."""
+    """Interval at which sources are checked without file system events."""
     abandon_seconds: float = Field(default=3600.0, gt=0)
-    """A trace whose agent span has not arrived after this many seconds is unfinished."""
+    """A trace without its agent span after this long is unfinished."""
     calls_wait_seconds: float = Field(default=30.0, ge=0)
-    """How long a finished reply waits, in seconds since its end, for the calls that `flywheel serve` has recorded of
-    it."""
+    """How long a finished reply waits for its recorded calls."""
     sweep_seconds: float = Field(default=3600.0, gt=0)
-    """Interval in seconds of full scans, which find rows that changed in place. The newest rows are compared after
-    every change of the source."""
+    """Interval of full scans, which find rows that changed in place."""
     keep_received_days: float = Field(default=30.0, gt=0)
-    """Days that spans received by OTLP stay in the inbox, and that recorded calls stay placed in conversations. Their
-    replies and tasks are kept."""
+    """Days that received spans and the places of recorded calls are kept. Replies and tasks stay."""
     agents: AgentSettings = AgentSettings()
     train_ratio: Share = 0.7
-    """Share of conversations in the training split; the others are permanently held out for the gate."""
+    """Share of conversations in the training split. The others are held out for the gate."""
     split_seed: int = 42
     """Seed of the split. Do not change it: conversations would move between the splits."""
     output: UserPath | None = None

@@ -15,20 +15,18 @@ MAX_THREADS: Final = 1024
 
 class BackupJudge(Section):
     base_url: WebUrl | None = None
-    """Endpoint of the backup. Default: the judge's, for use with another key or model."""
+    """Its endpoint. Default: the judge's."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with its key."""
+    """Environment variable with its key."""
     model: str | None = None
-    """Name of its model. Default: the judge's."""
+    """Its model. Default: the judge's."""
 
 
 class JudgeBudget(Section):
     tokens_per_day: int | None = Field(default=None, gt=0)
-    """Maximum tokens for judging per day (UTC). When they are used up, judging pauses until the next day, also within
-    a round."""
+    """Maximum judge tokens per day (UTC). Then judging pauses until the next day, also within a round."""
     tokens_per_run: int | None = Field(default=None, gt=0)
-    """Maximum tokens of one process of `flywheel filter`, `flywheel round` or `flywheel run`. A round that needs more
-    fails."""
+    """Maximum tokens of one process of `flywheel filter`, `round` or `run`. A round that needs more fails."""
 
 
 class JudgePrices(Section):
@@ -37,61 +35,59 @@ class JudgePrices(Section):
     output_per_million: float = Field(ge=0, allow_inf_nan=False)
     """Price of a million completion tokens."""
     currency: str = Field(default="USD", min_length=1)
-    """Currency of the prices, for display."""
+    """For display."""
 
 
 class JudgeSettings(Section):
     model: str | None = None
-    """Name of the judge's model, for rubrics that name none. It must not be the trained model."""
+    """Model of the judge, for rubrics that name none. Not the trained model."""
     base_url: WebUrl | None = None
-    """An OpenAI-compatible endpoint, to which replies are sent. Default: `$OPENAI_BASE_URL`."""
+    """OpenAI-compatible endpoint, to which replies are sent. Default: `$OPENAI_BASE_URL`."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the key, or several as `k1|k2`, which are used in turn; a refused or
-    rate-limited key is not used for a while. Not needed for endpoints without keys."""
+    """Environment variable with the key, or several as `k1|k2`, used in turn. A refused or rate-limited key rests
+    for a while. Endpoints without keys need none."""
     backup: BackupJudge | None = None
-    """A backup that is used while the judge refuses every key or cannot be reached."""
+    """Asked instead where the judge refuses its key, or its quota is used up."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of an answer. Default: the rubric's."""
     response_format: Literal["auto", "schema", "tool", "json", "text"] = "auto"
-    """How the judge is asked for its verdict: by a strict JSON schema, a forced tool call, JSON mode (`json_object`)
-    or words alone. Default: the first of schema, tool and text that its endpoint does not refuse. `flywheel doctor
-    --ask-judge` says whether it is obeyed."""
+    """How a verdict is asked for: a strict JSON `schema`, a forced `tool` call, `json_object` mode, or words alone
+    (`text`). `auto`: the first of schema, tool and text that the endpoint accepts."""
     omit: tuple[Literal["seed", "temperature"], ...] = ()
     """Parameters that are never sent, for models that refuse them."""
     max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)
-    """Maximum number of calls in flight, up to 1024. Reduced while the endpoint is rate-limiting."""
+    """Maximum calls in flight, up to 1024. Reduced while the endpoint is rate-limiting."""
     requests_per_minute: int | None = Field(default=None, gt=0)
-    """Maximum number of calls started per minute."""
+    """Maximum calls started per minute."""
     tokens_per_minute: int | None = Field(default=None, gt=0)
-    """Maximum tokens (prompt and completion) per minute; a call's tokens are estimated before it."""
+    """Maximum tokens (prompt and completion) per minute, estimated before each call."""
     budget: JudgeBudget = JudgeBudget()
     """Token limits for judging tasks, rollouts, gates and calibrations, and for writing tasks from documents."""
     prices: JudgePrices | None = None
     """Prices of the judge; estimates and dry runs then show costs as well as tokens."""
     max_attempts: int = Field(default=5, gt=0)
-    """Maximum attempts per call before the task is undecided: calls that fail, and replies without a verdict."""
+    """Attempts per call before the task is undecided: failed calls, and answers without a verdict."""
     max_unreadable: int = Field(default=16, gt=0)
-    """Judging stops after this many tasks in a row of which no answer could be read. The next run asks about one task
-    first; the daemon does so after `judge.retry_undecided_seconds`."""
+    """Judging stops after this many tasks in a row without a readable answer."""
     max_task_attempts: int = Field(default=3, gt=0)
-    """A task that the judge has answered about this many times, and left undecided, is a dead letter."""
+    """A task that the judge answered about this often without a verdict is a dead letter."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Timeout in seconds of one attempt, including the whole answer."""
+    """Timeout of one attempt, including the whole answer."""
     retry_undecided_seconds: float = Field(default=900.0, ge=0)
     """Seconds after which an undecided task is judged again."""
     min_kappa: float | None = Field(default=None, ge=-1, le=1)
     """No round starts on a rubric whose last `flywheel rubric calibrate` with this judge is missing or has a lower
-    Cohen's kappa. Default: rounds need no calibration."""
+    kappa. Default: none needed."""
     allow_self: bool = False
     """Permit the trained model as judge."""
 
 
 class FilterSettings(Section):
     rubric: UserPath = Field(default_factory=lambda: files.shipped_folder() / "rubrics" / "qa-quality.yaml")
-    """Path of the rubric, relative to the configuration file. Default: the shipped `qa-quality`."""
+    """Path of the rubric. Default: the shipped `qa-quality`."""
     chain: UserPath | None = None
     """Path of the filter chain (`filters/*.yaml`) that runs before the judge."""
     warn_window: int = Field(default=50, gt=0)
-    """Warn when none of this many newest verdicts accepted a reply, which suggests a problem of rubric or judge."""
+    """Warn when none of this many newest verdicts accepted a reply."""

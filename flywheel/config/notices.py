@@ -33,23 +33,22 @@ def _words(command: object) -> object:
 
 class NotifySettings(Section):
     name: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the entry. What has not arrived waits for the name, whatever its URL or command becomes."""
+    """Name of the entry. Undelivered notices belong to the name, whatever its URL or command becomes."""
     url: WebUrl | None = None
-    """A webhook: notices are sent to it by POST."""
+    """A webhook, which gets notices by POST."""
     url_env: str | None = None
-    """Name of the environment variable with the webhook's URL, if the URL is a secret."""
+    """Environment variable with the webhook's URL, if that is a secret."""
     secret_env: str | None = None
-    """Name of the environment variable with the key that signs what is sent to the webhook (Standard Webhooks:
-    `webhook-signature`)."""
+    """Environment variable with the key that signs notices (Standard Webhooks: `webhook-signature`)."""
     command: Annotated[list[str], Field(min_length=1), BeforeValidator(_words)] | None = None
-    """A program with its arguments, which gets a notice as JSON on its standard input. It is started without a shell
-    and without the variables of keys. Exit code 0: the notice has arrived."""
+    """A program with its arguments, which gets a notice as JSON on standard input. It is started without a shell and
+    without keys in its environment. Exit code 0: delivered."""
     on: list[NoticeType] = Field(min_length=1)
-    """What to notify of: `passed` (a candidate waits for a person), `promoted`, `rejected`,
-    `rolled_back`, `watch_inconclusive` (a watched promotion cannot be decided), `judge_failing`, `budget_spent`,
-    `dead_letters`, `source_error`."""
+    """What to notify of: `passed` (a candidate waits for a person), `promoted`, `rejected`, `rolled_back`,
+    `watch_inconclusive` (a canary cannot be decided), `judge_failing`, `budget_spent`, `dead_letters`,
+    `source_error`."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Timeout in seconds of one attempt."""
+    """Timeout of one attempt."""
 
     @model_validator(mode="before")
     @classmethod

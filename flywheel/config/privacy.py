@@ -14,15 +14,14 @@ PrivateName = Annotated[str, Field(min_length=1)]
 
 class ExcludeSettings(Section):
     users: list[PrivateName] = []
-    """Users of whom nothing is recorded or stored, but a count: exact names, as requests (`user`; `metadata.user_id`)
-    and spans (`user.id`) have them."""
+    """Users of whom only a count is stored: exact names, as requests (`user`; `metadata.user_id`) and spans
+    (`user.id`) have them."""
     conversations: list[PrivateName] = []
-    """Conversations of which nothing is recorded or stored, but a count: exact ids, as requests
-    (`x-flywheel-conversation`) and spans have them."""
+    """Conversations of which only a count is stored: exact ids, as requests (`x-flywheel-conversation`) and spans
+    have them."""
     agents: list[PrivateName] = []
-    """Agents of which nothing is stored, but a count: exact names, as spans have them. Recorded calls that a trace of
-    such an agent names are erased. Replies of an agent that is only in `ingest.agents.exclude` are stored, and become
-    no tasks."""
+    """Agents of which only a count is stored: exact names, as spans have them. Recorded calls that a trace of such
+    an agent names are erased."""
 
     @property
     def names(self) -> PrivateNames:

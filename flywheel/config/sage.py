@@ -3,7 +3,7 @@
 The classes `AgentSFTConfig`, `RLTrainingConfig` and `AgentRewardConfig` are the sections `sft_config`, `rl_config`
 and `reward_config`, a preset is `development` or `production`, and names of the first two classes may stand at
 the root, as those of `TrainingPipelineConfig` do. They become stages of a round, their settings, and a rubric.
-`flywheel docs sage` has them with their defaults.
+`sage-options.tsv` of the reference has them with their defaults.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _rubric(values: Values) -> Any:
 
 
 STAGED: Final = Made("training.stages", _staged)
-SAGE: Final = Table("sage", {
+SAGE: Final = Table("migrate", {
     "rl_config.algorithm": Only(("dpo", "grpo"), "of SAGE's stages of RL, a round has these", STAGED),
     "run_warmup run_sft run_rl warmup.enabled warmup.samples": STAGED,
     "seed sft_config.seed": "training.seed",

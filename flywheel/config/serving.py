@@ -79,11 +79,10 @@ def own_url(host: str, port: int) -> str:
 
 class CallLogSettings(Section):
     keep_days: float = Field(default=14.0, gt=0)
-    """Days that `flywheel serve` and the daemon keep recorded calls: requests to the alias with their responses.
-    `serving.call_log: false` records nothing."""
+    """Days that recorded calls (requests to the alias with responses) are kept. `serving.call_log: false` records
+    nothing."""
     max_gb: float = Field(default=5.0, gt=0)
-    """Maximum size of each call log in GB (1,000,000,000 bytes): the oldest calls are removed earlier. Space in the
-    file that is free again does not count."""
+    """Maximum size of each call log in GB (1,000,000,000 bytes). The oldest calls are removed earlier."""
 
     @property
     def keep_ns(self) -> int:
@@ -108,57 +107,53 @@ class ServingSettings(Section):
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
     start: Literal["auto", "wait"] = "auto"
-    """What the alias answers after a start of `flywheel serve`. `auto`: the last target, the base model if the state
-    directory records no deployment, and 503 with the reason if its adapter cannot be loaded. `wait`: 503 also if no
-    deployment is recorded, until the daemon says what is deployed; for servers that start with an empty state
-    directory beside others that serve an adapter."""
+    """What the alias answers after a start of the server. `auto`: the last adapter, or the base model if none is
+    recorded; 503 with the reason if the adapter cannot be loaded. `wait`: answer 503 until the daemon has set the
+    adapter. Use it for replicas that start with an empty state, as on Kubernetes."""
     adopt: UserPath | None = None
-    """Folder that `deploy.publish` writes. A server without a record of its own starts with what `current.json` names
-    there, also without the daemon, which then confirms or corrects it. Default: none."""
+    """Folder that `deploy.publish` writes. A server without a record starts with what `current.json` names there,
+    also without the daemon."""
     urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
         default_factory=lambda given: [own_url(given["host"], given["port"])], min_length=1
     )
-    """URLs of all vLLM replicas that serve the agent (without `/v1`). `dns://NAME:PORT` stands for one replica
-    (`http`) at each address that the name has at the time. Default: the server that `flywheel serve` starts on `host`
-    and `port`."""
+    """URLs of all vLLM replicas (without `/v1`). `dns://NAME:PORT` is one replica at each address of the name.
+    Default: the server that `flywheel serve` starts."""
     api_key_env: str | None = None
-    """Name of the environment variable with the agents' key; `flywheel serve` then refuses requests without it. The
-    key gives access to inference, the list of models and the metrics only."""
+    """Environment variable with the agents' key, for inference, the list of models and metrics. With it, requests
+    without the key are refused."""
     admin_key_env: str | None = None
-    """Name of the environment variable with the admin key, which gives access to everything: the alias, adapters and
-    all other paths. Default: `flywheel serve` creates `serving/admin.key` in the state directory, which commands and
-    the daemon on the same state read. Servers on other machines need the variable on both sides."""
+    """Environment variable with the admin key, which gives access to everything. Default: `serving/admin.key` in the
+    state directory. Servers on other machines need the variable on both sides."""
     expose_versions: bool = False
-    """Whether the agents' key may ask for loaded versions by name (`my-agent@r0007`) and sees them in `/v1/models`.
-    Otherwise it may ask for the aliases and the base model. The admin key may ask for all of them."""
+    """Whether the agents' key may ask for loaded versions by name (`my-agent@r0007`) and list them. Otherwise only
+    for aliases and base model."""
     open_metrics: bool = False
     """Whether `/metrics` answers without a key."""
     allowed_hosts: list[Annotated[str, AfterValidator(_host_name)]] = []
-    """Host names of a server on loopback (for example behind a proxy), besides localhost, 127.0.0.1 and ::1. Requests
-    with another `Host` header are refused."""
+    """Host names of a server on loopback, for example behind a proxy. Requests with another `Host` header are
+    refused."""
     max_body_mb: float = Field(default=32.0, gt=0)
-    """Maximum size of a request body in MB (1,000,000 bytes); longer ones are refused with 413."""
+    """Maximum request body in MB (1,000,000 bytes). Longer ones get 413."""
     max_adapter_gb: float = Field(default=4.0, gt=0)
-    """Maximum size in GB (1,000,000,000 bytes) of an adapter that the daemon sends to a server that does not have its
-    files on a disk of its own."""
+    """Maximum size in GB (1,000,000,000 bytes) of an adapter that the daemon sends to a server without access to its
+    files."""
     tool_call_parser: str | None = None
-    """vLLM's parser for the model's tool calls, or `none`. Default: by the model's family (Qwen, Llama, Mistral,
-    DeepSeek, GLM, …)."""
+    """vLLM's parser for tool calls, or `none`. Default: by the model's family."""
     reasoning_parser: str | None = None
-    """vLLM's parser for the model's reasoning, or `none`. Default: by the model's family."""
+    """vLLM's parser for reasoning, or `none`. Default: by the model's family."""
     max_loras: int = Field(default=4, ge=2)
-    """Number of adapters of each target (`targets`) that a server holds: the old one, the new one, the one to roll
-    back to, and one that requests in flight still use. A load beyond it is refused."""
+    """Adapters of each target that a server holds: old, new, the one to roll back to, and one still in use. Further
+    loads are refused."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Maximum LoRA rank that the server accepts."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Context length of the server. Default: the model's."""
     cpu_kv_cache_gib: int = Field(default=2, gt=0)
-    """Size of the key-value cache without a GPU, in GiB."""
+    """Key-value cache without a GPU, in GiB."""
     load_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Timeout in seconds for loading an adapter."""
+    """Timeout for loading an adapter."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """Seconds that the old adapter stays loaded for requests in flight."""
+    """How long the old adapter stays loaded for requests in flight."""
     call_log: Annotated[CallLogSettings | None, BeforeValidator(_call_log)] = CallLogSettings()
     extra_args: list[str] = []
     """Additional arguments for vLLM's server."""
@@ -166,28 +161,25 @@ class ServingSettings(Section):
 
 class DaemonSettings(Section):
     drain_seconds: float = Field(default=30.0, ge=0)
-    """Seconds that a stop waits for judge calls in flight."""
+    """How long a stop waits for judge calls in flight."""
     round_attempts: int = Field(default=2, gt=0)
-    """Maximum number of starts of a round before it fails."""
+    """Maximum starts of a round before it fails."""
     failed_round_wait_seconds: float = Field(default=1800.0, ge=0)
-    """Seconds after a failed round before the next one starts automatically; doubled for each further failure in a
-    row, up to sixteen times."""
+    """Pause after a failed round; doubled for each further failure in a row, up to sixteen times."""
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
-    """A worker that runs longer (in seconds) is stopped and its round abandoned."""
+    """A worker that runs longer is stopped and its round abandoned."""
     on_stop: Literal["stop", "detach"] = "stop"
-    """What happens to the worker of a round when `flywheel run` is stopped. `stop` ends it, and the next start
-    resumes the round from its last checkpoint. `detach` leaves it running, and the next `flywheel run` adopts it;
-    containers refuse that, and systemd needs a drop-in. `flywheel run --once` and `flywheel round` always end
-    it."""
+    """What happens to a running round when `flywheel run` stops. `stop`: its worker ends, and the next start goes on
+    from its last checkpoint. `detach`: it goes on, and the next start adopts it. Refused in containers; systemd
+    needs a drop-in."""
     reconcile_seconds: float = Field(default=15.0, gt=0)
-    """Interval in seconds at which servers are compared with the deployed adapter (a restarted server loses its
-    adapters)."""
+    """Interval at which servers are compared with the deployed adapter."""
     metrics: Address | None = "127.0.0.1:9464"
-    """The HOST:PORT at which `flywheel run` serves `/metrics`, `/healthz` and `/readyz`; `null` serves nothing. An
-    address that other machines can reach needs a token."""
+    """HOST:PORT of `/metrics`, `/healthz` and `/readyz`; `null` serves nothing. An address that other machines reach
+    needs a token."""
     metrics_token_env: str | None = None
-    """Name of the environment variable with the token that `/metrics` then requires (`Authorization: Bearer TOKEN`).
-    `/healthz` and `/readyz` need none."""
+    """Environment variable with the token that `/metrics` requires (`Authorization: Bearer TOKEN`). The others need
+    none."""
 
     @model_validator(mode="after")
     def _shows_nothing_to_all(self) -> Self:

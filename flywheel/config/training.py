@@ -103,17 +103,14 @@ class TriggerSettings(Section):
     min_samples: int = Field(default=64, gt=0)
     """Number of free samples that starts a round."""
     max_samples: int = Field(default=2048, gt=0)
-    """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the oldest.
-    `training.task_weights`, `training.coreset` and `training.replay` choose otherwise."""
+    """Maximum samples of a round: first those in the fewest finished rounds, then the oldest."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
-    """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`. As in cron, 0 and 7
-    are Sunday, `@daily` and its kind are taken, and where day of the month and day of the week are both restricted,
-    one of them suffices. `flywheel config show` and `flywheel status` print the next times."""
+    """A schedule (crontab, UTC) on which a round also starts, with `cron_min_samples`. 0 and 7 are Sunday; `@daily`
+    and its kind work. Of restricted day of month and day of week, one suffices."""
     cron_min_samples: int = Field(default=8, gt=0)
-    """Minimum number of samples for a scheduled round."""
+    """Minimum samples for a scheduled round."""
     min_held_out: int | None = Field(default=None, gt=0)
-    """Number of judged held-out tasks that a round waits for. Default: `gate.min_tasks`; lower values are refused,
-    because such a round could only be rejected."""
+    """Judged held-out tasks that a round waits for. Default: `gate.min_tasks`; lower values are refused."""
 
     @property
     def next_cron_times(self) -> list[str]:
@@ -130,14 +127,13 @@ Quantization = Literal["4bit", "8bit"]
 
 class ModelSettings(Section):
     base: HubName = "Qwen/Qwen3-4B"
-    """The base model: a local directory or a hub name, as for vLLM and transformers."""
+    """The base model: a local directory or a hub name."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
-    """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`. With `targets`,
-    each target's alias takes its place."""
+    """The stable model name that agents call, without an `@`. Versions are `ALIAS@rNNNN`. With `targets`, each has
+    its own."""
     trainer_quantization: Quantization | None = None
-    """Holds the trainer's frozen base model in `4bit` or `8bit` (bitsandbytes, the extra `quantized`), to save memory
-    of its GPU. Engines, gate and server keep `base` as it is. A round is refused without a GPU, and fails if the
-    first step's `logprob_gap` is above 0.2. Experimental: of rounds on a GPU, only its trainer has been run."""
+    """Hold the trainer's frozen base model in `4bit` or `8bit` (extra `quantized`), to save GPU memory. Needs a GPU.
+    The round fails if the first step's `logprob_gap` is above 0.2. Experimental."""
 
 
 class TargetSettings(Section):
@@ -146,12 +142,12 @@ class TargetSettings(Section):
     alias: Annotated[str, AfterValidator(_alias)] | None = None
     """The model name that this agent calls. Default: the target's name."""
     agents: list[str] | None = None
-    """Names of the agents in traces whose replies are tasks of this target. Default: the target's name. A reply that
-    was answered under the target's alias is one, too."""
+    """Names of agents in traces whose replies belong to this target. Default: its name. Replies under the target's
+    alias belong to it, too."""
     rubric: UserPath | None = None
-    """Path of the rubric for its tasks. Default: `filter.rubric`."""
+    """Path of its rubric. Default: `filter.rubric`."""
     min_samples: int | None = Field(default=None, gt=0)
-    """Number of free samples that starts a round. Default: `trigger.min_samples`."""
+    """Free samples that start a round. Default: `trigger.min_samples`."""
 
 
 class LoraSettings(Section):
@@ -160,17 +156,17 @@ class LoraSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     r: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
-    """Rank, one of those that vLLM supports. A round continues from the deployed adapter in its configuration;
-    changes of this section take effect after `flywheel rollback --to base`."""
+    """Rank, one of those that vLLM supports. A round keeps the deployed adapter's configuration; changes take effect
+    after `flywheel rollback --to base`."""
     alpha: float = Field(default=32, gt=0)
     """Scale: the adapter's output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
+    """Dropout on the adapter's input. Above 0, the trainer's log-probabilities differ from the engine's."""
     target_modules: Annotated[str | list[str], BeforeValidator(_target_modules), AfterValidator(_are_trainable)] = (
         "all-linear"
     )
-    """Layers with an adapter: a list of names, one regular expression, or `all-linear`, which is all linear layers
-    but the output layer. `lm_head` and `embed_tokens` cannot have one."""
+    """Layers with an adapter: names, a regular expression, or `all-linear` (all but the output layer). `lm_head` and
+    `embed_tokens` cannot have one."""
 
 
 Stage = Literal["sft", "dpo", "grpo"]
@@ -185,10 +181,10 @@ class SftSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     reasoning: Literal["leave-out", "empty"] = "leave-out"
-    """Replies whose reasoning was not recorded, where the chat template writes reasoning: `leave-out` does not train
-    on them, `empty` trains on them without reasoning, which teaches the model not to reason."""
+    """Replies without recorded reasoning, where the chat template writes reasoning. `leave-out`: not trained on.
+    `empty`: trained on without reasoning, which teaches the model not to reason."""
     batch_size: int = Field(default=8, gt=0)
-    """Number of replies per optimizer step."""
+    """Replies per optimizer step."""
     epochs: int = Field(default=3, gt=0)
     """How often each reply is trained on."""
     learning_rate: float = Field(default=2e-4, gt=0)
@@ -196,7 +192,7 @@ class SftSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
+    """Warm-up steps, fewer than all steps; below 1 a share of them."""
 
 
 class DpoSettings(Section):
@@ -207,33 +203,32 @@ class DpoSettings(Section):
     beta: float = Field(default=0.1, gt=0)
     """How strongly the policy is kept near the one that the stage starts from."""
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """The loss: of the DPO paper (`sigmoid`), of SLiC (`hinge`), or of IPO (`ipo`)."""
+    """The loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo` (IPO)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of pairs in which the worse reply is the better one (conservative DPO); for `sigmoid` alone."""
+    """Assumed share of pairs in the wrong order (conservative DPO), for `sigmoid` alone."""
     margin: float = Field(default=0.1, gt=0, le=1)
-    """Smallest difference between the rewards, or the scores, of the two replies of a pair."""
+    """Smallest difference between the rewards or scores of a pair."""
     batch_size: int = Field(default=8, gt=0)
-    """Number of pairs per optimizer step."""
+    """Pairs per optimizer step."""
     epochs: int = Field(default=1, gt=0)
     """How often each pair is trained on."""
     learning_rate: float = Field(default=5e-6, gt=0)
     """Peak learning rate."""
     scheduler: Scheduler = "linear"
-    """How the learning rate decays to 0; `constant` keeps it."""
+    """As of `training.sft`."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
+    """As of `training.sft`."""
 
 
 class CoresetSettings(Section):
     """A selection of the free samples for a round; no text twice while there are others."""
 
     size: int = Field(gt=0)
-    """New samples of a round, if so many fit into `trigger.max_samples` and into its steps."""
+    """New samples of a round, as far as `trigger.max_samples` and the steps allow."""
     strategy: Literal["random", "diversity", "loss_topk", "hybrid"] = "random"
-    """`random`: of those that were in the fewest finished rounds. `diversity`: those whose questions have the fewest
-    words in common with each other. `loss_topk`, for SFT: of a pool of four times as many, those replies that are the
-    least likely to the policy, without the top 1 %, which are set aside: wrong labels are among them. `hybrid`, for
-    SFT: 60 % by `loss_topk`, the rest by `diversity`."""
+    """`random`: of those in the fewest finished rounds. `diversity`: questions with the fewest words in common.
+    `loss_topk` (SFT): the least likely replies of a pool four times as large, without the top 1 %. `hybrid` (SFT):
+    60 % by `loss_topk`, the rest by `diversity`."""
 
     @property
     def is_by_loss(self) -> bool:
@@ -254,7 +249,7 @@ class ReplaySettings(Section):
     ratio: float = Field(default=0.3, gt=0, le=1)
     """Replayed tasks for each new one."""
     buffer: int = Field(default=4096, gt=0)
-    """The tasks among which they are drawn: so many of the last promoted rounds."""
+    """They are drawn among so many tasks of the last promoted rounds."""
 
 
 def nearest_class(name: str) -> TaskClass | None:
@@ -286,42 +281,41 @@ class GrpoSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     steps: int = Field(default=50, gt=0)
-    """Number of steps of GRPO, each of which generates a batch of rollouts and trains on it."""
+    """Number of steps of GRPO. Each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
-    """Number of different prompts per step, at most the tasks of the round."""
+    """Different prompts per step, at most the tasks of the round."""
     group_size: int = Field(default=8, ge=4)
-    """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
-    rewards within 0.02 (times `rollout.reward.range`), is not trained on."""
+    """Rollouts per prompt. A group with fewer than 4 rewards, or with rewards within 0.02 (times
+    `rollout.reward.range`), is not trained on."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     scheduler: Scheduler = "linear"
-    """How the learning rate decays to 0; `constant` keeps it."""
+    """As of `training.sft`."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps of the learning rate, fewer than there are steps; below 1 a share of all steps."""
+    """As of `training.sft`."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
     updates_per_batch: int = Field(default=1, gt=0)
-    """Number of optimizer steps on each batch of rollouts."""
+    """Optimizer steps on each batch of rollouts."""
     clip_epsilon: float = Field(default=0.2, gt=0)
     """Lower clip range of the probability ratio; effective from the second update on a batch."""
     clip_epsilon_high: float = Field(default=0.28, gt=0)
-    """Upper clip range of the probability ratio; effective from the second update on a batch."""
+    """Upper clip range, likewise."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """Aggregation of token losses over a step: `dapo` is the mean over all trained tokens (`bnpo` is the same),
-    `grpo` the mean over each rollout's tokens and then over rollouts, `dr_grpo` each rollout's sum divided by the
-    maximum length."""
+    """`dapo` (or `bnpo`): mean over all trained tokens of a step. `grpo`: mean per rollout, then over rollouts.
+    `dr_grpo`: each rollout's sum divided by the maximum length."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What advantages are divided by: the standard deviation of the group's rewards, or of the step's (`batch`), each
-    at least 0.1 (times `rollout.reward.range`); or nothing."""
+    """What advantages are divided by: the standard deviation of the `group`'s or the `batch`'s rewards, at least 0.1
+    (times `rollout.reward.range`), or nothing."""
     importance: Literal["truncated", "engine"] = "truncated"
-    """How the difference between the engine's and the trainer's log-probabilities is treated. `truncated`: each
-    token's loss is multiplied by its ratio of trainer to engine, at most `importance_cap`. `engine`: the engine's
-    log-probabilities are the old policy, and the clip range applies to them from the first update."""
+    """How differences between engine and trainer log-probabilities are corrected. `truncated`: each token's loss is
+    multiplied by its ratio, at most `importance_cap`. `engine`: the engine's are the old policy, clipped from the
+    first update."""
     importance_cap: float = Field(default=3.0, ge=1)
-    """Upper limit of that ratio (`importance: truncated`)."""
+    """Upper limit of that ratio."""
     mask_truncated: bool = False
-    """Whether rollouts that a limit of tokens, turns or time cut are left out of the loss, other than one that your
-    agent sets for its own call. Their rewards count in their groups in either case."""
+    """Whether rollouts that a limit of tokens, turns or time cut are left out of the loss. Their rewards count in
+    their groups in either case."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm."""
 
@@ -407,22 +401,19 @@ class TasksSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     stages: Annotated[list[StageEntry], Field(min_length=1)] = ["grpo"]
-    """The stages of a round in their order. `grpo` trains on rollouts of the policy, `sft` on accepted replies, `dpo`
-    on pairs of a better and a worse reply. Each starts from the adapter of the one before; the gate tests the last.
-    Stages of one round train on different conversations. One may have settings of its own, such as
-    `sft: {samples: 1000, epochs: 1}`: those of `training.sft`, of `training.dpo` (but `margin`), or for `grpo` those
-    from `steps` to `max_grad_norm` in this section, which are the defaults; and `samples`, the largest number of
-    tasks that it takes."""
+    """The stages of a round in order: `sft` trains on accepted replies, `dpo` on pairs of replies, `grpo` on
+    rollouts. Each starts from the adapter before; the gate tests the last. A stage may have settings of its own,
+    such as `sft: {samples: 1000, epochs: 1}`. They are the keys of `training.sft` and `training.dpo` (but `margin`),
+    or for `grpo` those from `steps` to `max_grad_norm` here. `samples` is the largest number of tasks that it
+    takes."""
     prompts: Literal["accepted", "decided"] = "accepted"
-    """Which tasks rollouts are made of: those with an `accepted` reply, or all on which the judge has `decided`.
-    Policies fail more often on prompts with a rejected reply, so that more groups have rewards that differ. Such a
-    task is used by at most `max_uses` rounds, and by none after a promoted one."""
+    """Which tasks rollouts are made of: those with an `accepted` reply, or all that the judge has `decided`. A task
+    with a rejected reply is used by at most `max_uses` rounds, and by none after a promoted one."""
     task_weights: Annotated[
         dict[TaskClass, Annotated[float, Field(ge=0)]], BeforeValidator(_task_weights), AfterValidator(_some_weight)
     ] = {}
-    """Relative numbers of tasks of each class in a round: `several_turns`, `several_tools` (the reply called
-    different tools), `one_tool` and `no_tools`; the first that fits. Classes that are not named are left out. If a
-    class has too few, the others are scaled. Default: classes do not matter."""
+    """Relative numbers of tasks of each class: `several_turns`, `several_tools`, `one_tool`, `no_tools`; the first
+    that fits. Classes that are not named are left out. Default: classes do not matter."""
     coreset: CoresetSettings | None = None
     """Default: the samples that were in the fewest finished rounds, and of these the oldest."""
     replay: ReplaySettings | None = None
@@ -431,53 +422,45 @@ class TasksSettings(Section):
 
 class TrainingSettings(GrpoSettings, TasksSettings):
     micro_batch_size: int = Field(default=8, gt=0)
-    """Rollouts of maximum length per forward and backward pass; more of them if they are shorter."""
+    """Rollouts of maximum length per forward and backward pass; more if they are shorter."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. A step that
-    runs out of memory is repeated with fewer, which the following steps keep. Default: `micro_batch_size` ×
-    `rollout.max_model_len`."""
+    """Maximum tokens, with padding, per pass. A step that runs out of memory is repeated with fewer. Default:
+    `micro_batch_size` × `rollout.max_model_len`."""
     workers: int = Field(default=1, gt=0)
-    """Number of processes of the trainer. Each has all of the model and takes a part of each step's samples, so that
-    the step has the gradient of one process. With GPUs, each process needs one of its own, which it may share with an
-    engine. It has not been run on several GPUs yet."""
+    """Trainer processes. Each holds the whole model and takes a part of each step's samples. With GPUs, each needs
+    its own, which it may share with an engine. Not yet run on several GPUs."""
     overlap: Literal[0, 1] = 0
-    """`1`: the rollouts of the next step are generated and judged while those of a step are judged and trained on.
-    They are then one update old, which `importance` corrects. The page of a round says how much time it would have
-    saved."""
+    """`1`: the next step's rollouts are generated and judged while a step is judged and trained on. They are one
+    update old, which `importance` corrects."""
     save_steps: int = Field(default=10, gt=0)
-    """Number of steps after which the trainer writes a checkpoint. A round that is started again goes on from the
-    last one of two, and trains the steps behind it again from their stored rollouts, without engine and judge."""
+    """Steps between checkpoints. A restarted round goes on from the last of two."""
     max_undecided_share: Share = 0.5
-    """A step with a larger share of undecided rewards, or of failed runs of the user's agent, fails the round, and so
-    does an adapter with more undecided answers in the gate. Rollouts that ended because a call has no recorded result
-    are not undecided."""
+    """A round fails in a step with a larger share of undecided rewards or failed agent runs. So does an adapter with
+    more undecided answers in the gate."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
-    """Seconds that a round waits for an unreachable judge. After that, the waiting rollouts are undecided."""
+    """How long a round waits for an unreachable judge. Then the waiting rollouts are undecided."""
     min_spread_share: Share = 0.0
-    """A round is refused if at most this share of the groups in its first two steps has different rewards, because
-    there is nothing to learn."""
+    """A round is refused if at most this share of groups in its first two steps has different rewards."""
     images: Literal["leave-out", "text-only"] = "leave-out"
-    """Tasks with an image in the question, which prompts of a round cannot include: `leave-out` excludes them from
-    training and gate, `text-only` uses their text alone. `flywheel train` always does."""
+    """Tasks with an image in the question: `leave-out` excludes them from training and gate, `text-only` uses their
+    text. `flywheel train` uses the text."""
     inexact_prompts: Literal["leave-out", "use"] = "leave-out"
-    """Tasks whose prompt is known to differ from what the model received (`metadata.prompt_exact`): `leave-out`
-    excludes them from training and gate, `use` uses them as they are. `flywheel train` uses all rows of its file."""
+    """Tasks whose prompt is known not to be verbatim (`metadata.prompt_exact`): `leave-out` excludes them from
+    training and gate, `use` uses them. `flywheel train` uses all."""
     on_collapse: Literal["refuse", "gate"] = "refuse"
-    """What happens when the policy collapses while GRPO trains it: in three steps in a row its entropy is below a
-    fifth of that of the first two, or its completions are three times longer or shorter, and the reward has fallen.
-    `refuse` ends the round, and its samples are free again; `gate` tests the last checkpoint before these steps, if
-    there is one."""
+    """What happens if the policy collapses under GRPO: for three steps the reward has fallen, and entropy is below a
+    fifth or lengths changed threefold. `refuse` ends the round and frees its samples. `gate` tests the last
+    checkpoint before."""
     max_uses: int = Field(default=3, gt=0)
-    """Maximum number of compared rounds that use a sample: a rejected round releases samples that were used less
-    often, a promoted one those of them that gave no gradient."""
+    """Maximum compared rounds that use a sample. A rejected round frees samples that were used less often. A
+    promoted one frees those of them without a gradient."""
     debug_prompts: int | None = Field(default=None, gt=0)
-    """Number of prompts per step of `flywheel round --debug`. Default: `prompts_per_step`."""
+    """Prompts per step of `flywheel round --debug`. Default: `prompts_per_step`."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     precision: Precision = "auto"
-    """Numbers of the trainer's base model; adapter and optimizer are always float32. `float32` computes in it,
-    `bfloat16` holds and computes in it. `auto` keeps the checkpoint's own numbers; of a half-precision one on a CPU
-    with bfloat16 instructions it holds float32 and computes in bfloat16, which is faster than `float32`."""
+    """Numbers of the trainer's base model: `auto`, `float32` or `bfloat16`. `auto` keeps the checkpoint's; on a CPU
+    with bfloat16 instructions it holds float32 and computes in bfloat16. Adapter and optimizer are float32."""
     sft: SftSettings = SftSettings()
     dpo: DpoSettings = DpoSettings()
     lora: LoraSettings = LoraSettings()
@@ -563,15 +546,14 @@ class TrackingSettings(Section):
     """Where the numbers of each step go besides `metrics.jsonl`, which always has them."""
 
     report_to: list[Tracker] = []
-    """Experiment trackers. Each gets one run per round: the figures of its steps, its settings, and at its end the
-    gate's decision. Their packages must be installed where rounds train (`tensorboardX`, `wandb`, `mlflow`,
-    `swanlab`, `trackio`). They are configured by their own environment variables, such as `WANDB_MODE=offline` and
-    `MLFLOW_TRACKING_URI`. `console` and `none` change nothing."""
+    """Experiment trackers, which get one run per round with steps, settings and the gate's decision: `tensorboard`,
+    `wandb`, `mlflow`, `swanlab`, `trackio`. Their own environment variables configure them. `console` and `none`
+    change nothing."""
     project: str = Field(default="flywheel", min_length=1)
     """The project of the runs; MLflow calls it experiment."""
     dir: UserPath | None = None
-    """The directory of what trackers write, with a folder for each round (`tensorboard --logdir DIR`). Default:
-    `tracking` in the state directory; for a round on files, in its own directory."""
+    """Directory of what trackers write, with a folder for each round. Default: `tracking` in the state directory, or
+    of a round on files."""
 
     def of_round(self, round_id: str, folder: Path) -> TrackingSettings:
         """The settings with the directory of a round, by default below `folder`."""
@@ -587,16 +569,14 @@ class ToolSettings(Section):
     """How tools answer in rollouts of `agent: recorded`."""
 
     share: Literal["agreeing", "off"] = "agreeing"
-    """Results of other traces: `agreeing` uses a result that at least two conversations have for the same call and
-    none differs from, up to 8 MiB of results in a round; `off` uses those of the task's own trace alone. Training
-    never uses held-out traces."""
+    """Results of other traces. `agreeing`: a result that at least two conversations have for the same call and none
+    contradicts, up to 8 MiB a round. `off`: the task's own trace alone. Training never uses held-out traces."""
     on_miss: Literal["end", "error"] = "end"
-    """What happens on a call without a recorded result: `end` ends the rollout without a reward, `error` lets the
-    tool answer with an error. The gate always ends them."""
+    """A call without a recorded result: `end` ends the rollout without a reward, `error` answers with an error. The
+    gate always ends."""
     uncalled: Literal["leave-out", "use"] = "leave-out"
-    """Training tasks that were offered tools and made no call: no recording could answer one, so that rollouts
-    without a call are the only ones that get a reward. `use` trains on them. The gate asks them if their answers were
-    accepted."""
+    """Training tasks that were offered tools and made no call: no recording can answer one. `leave-out`, or `use`
+    them. The gate asks them if their answers were accepted."""
 
 
 def _function(text: str, info: ValidationInfo) -> str:
@@ -629,25 +609,21 @@ class AgentProgramSettings(Section):
     """The user's own agent as what acts in a rollout: `workflow` or `command`."""
 
     workflow: Function | None = None
-    """A function by the contract of AgentScope's tuner, `async def run(task, model, auxiliary_models=None,
-    logger=None)`, as `FILE.py:function` (relative to the configuration file) or `package.module:function`, or an
-    AgentJet workflow as `package.module->Class`."""
+    """`async def run(task, model, auxiliary_models=None, logger=None)`, as `FILE.py:function` or
+    `package.module:function`, or an AgentJet workflow as `package.module->Class`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """A program and its arguments. It gets the task as JSON on standard input, `OPENAI_BASE_URL`, `OPENAI_API_KEY`
-    and `OPENAI_MODEL` in its environment, and writes one JSON object with `response`, `reward` and `metrics` to
-    standard output."""
+    """A program and its arguments. It gets the task as JSON on standard input, and `OPENAI_BASE_URL`,
+    `OPENAI_API_KEY` and `OPENAI_MODEL`. It prints one JSON object with `response`, `reward` and `metrics`."""
     python: UserPath | None = None
-    """The Python interpreter that runs `workflow`, for an agent with an environment of its own. Default: the one of
-    the round."""
+    """The Python interpreter that runs `workflow`. Default: that of the round."""
     folder: UserPath = Field(default=Path(), validate_default=True)
-    """The working directory of its processes. Default: the folder of the configuration file."""
+    """Working directory of its processes. Default: the folder of the configuration file."""
     isolation: Literal["process", "run"] = "process"
-    """With `process`, a process runs many rollouts, one after the other: environment variables, umask, `sys.path` and
-    the working directory are restored after each, globals are not. With `run`, each has a process of its own, set up
-    anew."""
+    """`process`: a process runs many rollouts in turn; variables, umask, `sys.path` and working directory are
+    restored, globals are not. `run`: each has a new process."""
     config: Annotated[dict[str, Any], AfterValidator(without_secrets)] = {}
-    """AgentJet's settings (`ajet: …`), over its defaults, which AgentJet's classes get as `config`. Of its own
-    configuration, all of them. What looks like a secret is left out."""
+    """AgentJet's settings (`ajet: …`), over its defaults, which its classes get as `config`. What looks like a
+    secret is left out."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -676,7 +652,7 @@ class AuxiliaryModelSettings(Section):
     model: str
     """Name of the model."""
     api_key_env: str | None = None
-    """Name of the environment variable with its key. Default: no key."""
+    """Environment variable with its key. Default: no key."""
 
 
 class RewardSettings(Section):
@@ -687,13 +663,11 @@ class RewardSettings(Section):
     rubric: float = Field(default=1.0, ge=0, le=1e6)
     """Weight of the rubric's score. With 0, rounds do not ask the judge."""
     workflow: float = Field(default=0.0, ge=0, le=1e6)
-    """Weight of the reward that the workflow or command returns, or of `rollout.reward_function`. Without
-    `rollout.reward`, it is 1, and that of the rubric 0, if the first run of a round returns a number and no
-    response."""
+    """Weight of the reward that the agent returns, or of `rollout.reward_function`. Without `rollout.reward` it is
+    1, and the rubric's 0, if a round's first run returns a number and no response."""
     range: float = Field(default=1.0, gt=0, le=2 * LARGEST_REWARD)
-    """The largest minus the smallest reward that the workflow, command or `reward_function` gives. It multiplies the
-    0.02 within which rewards of a group count as equal, and the 0.1 that advantages are at least divided by. With a
-    weight of the rubric, whose scores have the range 1, the weighted mean of both does."""
+    """Largest minus smallest reward that the agent or `reward_function` gives. It scales the limits 0.02 (equal
+    rewards) and 0.1 (smallest divisor of advantages)."""
 
     @model_validator(mode="after")
     def _is_some(self) -> Self:
@@ -715,70 +689,64 @@ class RolloutSettings(Section):
         | None,
         BeforeValidator(_agent),
     ] = None
-    """Who acts in a rollout: `reply` is one message of the policy, `recorded` a loop of the policy and tools that
-    answer from recordings, `{workflow: …}` or `{command: […]}` the user's own agent. Default: `recorded` for tasks
-    that were offered tools, `reply` for the others. With `reply`, tasks with tools are excluded from training and
-    gate."""
+    """Who acts in a rollout. `reply`: one message of the policy; tasks with tools are then excluded from training
+    and gate. `recorded`: a loop of policy and recorded tools. `{workflow: …}` or `{command: […]}`: your own agent.
+    Default: `recorded` for tasks that were offered tools, else `reply`."""
     workers: int = Field(default=8, gt=0)
-    """Number of processes per engine that run the user's agent, each of which runs one rollout at a time."""
+    """Processes per engine that run your agent, each with one rollout at a time."""
     agent_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Timeout in seconds of one rollout of the user's agent."""
+    """Timeout of one rollout of your agent."""
     agent_memory_gb: float = Field(default=4.0, gt=0)
-    """Maximum memory of a process that runs the user's agent, with what it starts, in GB (1,000,000,000 bytes)."""
+    """Maximum memory of a process of your agent, with what it starts, in GB (1,000,000,000 bytes)."""
     agent_environment: list[Annotated[str, AfterValidator(_variable)]] = []
-    """Names of environment variables that the user's agent needs although they are named like secrets, for example
-    the key of a search tool. Variables such as `…_API_KEY`, `…_TOKEN` and `…_PASSWORD` do not reach it otherwise."""
+    """Environment variables that your agent needs although they are named like secrets (`…_API_KEY`, `…_TOKEN`,
+    `…_PASSWORD`). Others of such names do not reach it."""
     setup: Function | None = None
-    """A function without parameters, `FILE.py:function`, that runs once in each such process, before its first
-    rollout."""
+    """A function without parameters, `FILE.py:function`, that runs once in each such process."""
     auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
     """Further models of the user's agent by name, which are never trained."""
     models: dict[str, Answering] = {}
-    """Who answers where the agent asks the policy's address for a model of another name: `policy`, which is then
-    trained on the answers, `auxiliary`, the model of `auxiliary_models` with this key or this `model`, or an error
-    (`refuse`). Default: the auxiliary model of that name; for any other name the policy, with a warning."""
+    """Who answers where your agent asks the policy's address for another model. `policy`: it answers and is trained
+    on the answers. `auxiliary`: the model of `auxiliary_models` with this key or `model`. `refuse`: an error.
+    Default: the auxiliary model, else the policy, with a warning."""
     reward: RewardSettings | None = None
     """Default: the first run of your own agent in a round decides."""
     reward_function: Function | None = None
-    """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
-    logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""
+    """`async def judge(task, response, auxiliary_models=None, logger=None)`, or an AgentJet judge as
+    `package.module->Class`. Its reward replaces the workflow's."""
     loop_reward: float | None = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
-    """Reward of a rollout in which a message loops that was cut off at its limit of tokens, whoever rewards it, where
-    its own is not less. With `null`, it has its own. A loop that ended by itself is left to who rewards it."""
+    """Highest reward of a rollout in which a message repeats itself until its limit of tokens. `null`: no limit."""
     max_turns: int = Field(default=16, gt=0)
-    """Maximum messages of the policy in a rollout of `recorded` or of the user's agent; it then ends as truncated."""
+    """Maximum messages of the policy in a rollout with tools or of your agent. It then ends as truncated."""
     finish_tools: list[str] = ["generate_response"]
-    """Tools whose call ends a rollout, with its argument as the answer, beside those of AgentScope
-    (`generate_response`, `GenerateStructuredOutput`) and Pydantic AI (`final_result`)."""
+    """Tools whose call ends a rollout, with its argument as the answer, besides those of AgentScope and Pydantic
+    AI."""
     tools: ToolSettings = ToolSettings()
     oversample: float = Field(default=1.0, ge=1, le=8)
     """Prompts that a step asks, as a multiple of `training.prompts_per_step`. Groups that cannot be trained on are
-    dropped, and at most `prompts_per_step` groups are kept."""
+    dropped; at most `prompts_per_step` are kept."""
     engines: int = Field(default=1, gt=0)
-    """Number of vLLM engines of a round, one Ray actor each."""
+    """vLLM engines of a round, one Ray actor each."""
     tensor_parallel: int = Field(default=1, gt=0)
-    """Number of GPUs of one engine, which share the base model's weights (vLLM's `tensor_parallel_size`). Above 1,
-    engines × tensor_parallel GPUs and one for the trainer must be there, those of an engine on one node. It has not
-    been run on several GPUs yet."""
+    """GPUs of one engine (vLLM's `tensor_parallel_size`), on one node. Above 1, the trainer needs a GPU of its own.
+    Not yet run on several GPUs."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
     max_completion_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies of the round's tasks,
-    limited by `max_model_len`; for the user's agent `max_model_len`. The gate's answers have the server's limits."""
+    """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies, at most
+    `max_model_len`; for your agent `max_model_len`. The gate has the server's limits."""
     max_turn_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens of one message of the policy in a training rollout. Default: those that are left of the
-    rollout."""
+    """Maximum tokens of one message in a training rollout. Default: what is left of the rollout."""
     max_model_len: int = Field(default=4096, gt=0)
-    """Maximum tokens of prompt and rollout, or of prompt and recorded reply, together. Longer prompts and replies are
-    excluded from training."""
+    """Maximum tokens of prompt and rollout or recorded reply together. Longer ones are excluded from training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Timeout in seconds of one batch of rollouts. An answer of the gate that takes longer is cut and graded as it
-    is. A batch of the user's agent has at least the time that `agent_timeout_seconds` gives all of its runs."""
+    """Timeout of one batch of rollouts, for your agent at least what its own timeout gives all runs. A longer answer
+    of the gate is cut and graded."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory for a rollout engine. Default: 0.9 on a GPU of its own, 0.45 if two processes share it
-    (an engine and the trainer, or two engines), and so on."""
+    """Share of a GPU's memory for an engine. Default: 0.9 on a GPU of its own, 0.45 if two processes share it, and
+    so on."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
-    """Size of the key-value cache of a rollout engine without a GPU, in GiB."""
+    """Key-value cache of an engine without a GPU, in GiB."""
 
     @model_validator(mode="after")
     def _is_for_the_agent(self) -> Self:
@@ -819,48 +787,42 @@ class SuiteSettings(Section):
     """A fixed set of tasks on which a candidate is compared as well, so that it does not forget what they ask for."""
 
     file: UserPath
-    """The tasks, in any form that `flywheel train sft --data` reads. Rounds train on none of them, nor on tasks that
+    """The tasks, in any form that `flywheel train sft --data` reads. Rounds do not train on them, nor on tasks that
     begin nearly alike."""
     rubric: UserPath | None = None
-    """Path of the rubric for them. Default: that of the round."""
+    """Path of their rubric. Default: that of the round."""
     margin: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The largest acceptable loss in score (0…1): a candidate is promoted only if the lower bound of its gain on the
-    suite, at `gate.confidence`, is above minus the margin. Suites with too few tasks for that are refused. Default:
-    the suite is reported and prevents nothing."""
+    """Largest acceptable loss in score (0…1), at `gate.confidence`: more prevents a promotion. Sets with too few
+    tasks for it are refused. Default: reported only."""
 
 
 class GateSettings(Section):
     mode: Literal["auto", "manual"] = "auto"
-    """What follows when the gate has passed a candidate. `auto`: it is deployed. `manual`: its round waits in the
-    state `passed` for `flywheel deploy` or the page of the round, at most `deploy.approval_days`; other rounds go
-    on."""
+    """What follows when a candidate passes. `auto`: it is deployed. `manual`: it waits for `flywheel deploy` or the
+    web page, at most `deploy.approval_days`; other rounds go on."""
     max_tasks: int = Field(default=200, gt=0)
-    """Maximum number of held-out tasks that both adapters answer; the newest are used."""
+    """Maximum held-out tasks that both adapters answer, the newest."""
     min_tasks: int = Field(default=8, gt=0)
-    """Minimum number of decided held-out tasks. No round starts with fewer."""
+    """Minimum judged held-out tasks. No round starts with fewer."""
     samples: int | None = Field(default=None, gt=0)
-    """Number of answers per task and adapter. Default: about 600 per adapter, from 3 to 8 per task."""
+    """Answers per task and adapter. Default: about 600 per adapter, 3 to 8 per task."""
     temperature: float | None = Field(default=None, gt=0, le=2)
-    """Sampling temperature of these answers; set it to that of the agent's requests. Default: the server's. All other
-    sampling parameters are always the server's."""
+    """Sampling temperature of these answers; use that of the agent's requests. Default: the server's."""
     alpha: float = Field(default=0.004, gt=0, lt=0.5)
-    """One-sided error budget: the probability that all rounds on the same held-out conversations together promote an
-    adapter that is not better. Test k gets 6 / (π² k²) of it. At 0.004, at most one in twenty sequences of twenty
-    rounds without improvement promotes an adapter, however fast new conversations arrive."""
+    """One-sided error budget of all rounds on the same held-out conversations. With the default, at most 5 % of runs
+    of 20 useless rounds promote anything."""
     min_gain: float = Field(default=0.0, ge=0)
-    """A candidate is promoted if the lower bound of its gain, at the level of its test, is above this value."""
+    """A candidate is promoted if the lower bound of its gain is above this value."""
     min_power: float = Field(default=0.3, ge=0, lt=1)
-    """Minimum power: no round starts whose gate would detect a gain of 10 points (0.1) with a smaller probability. 0:
-    every round starts."""
+    """No round starts whose gate would detect a gain of 0.1 with a smaller probability. 0: every round starts."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Confidence of the intervals of single criteria (`non_inferiority_margins`) and of suites; they use nothing of
-    `alpha`."""
+    """Confidence of intervals of single criteria and suites. They use nothing of `alpha`."""
     non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    """Criteria that must not get worse, with the largest acceptable loss of each (0…1): a candidate is promoted only
-    if the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
+    """Criteria that must not get worse, with the largest acceptable loss (0…1): the lower bound of each gain must be
+    above minus it."""
     tripwires: bool = True
-    """Whether harm that a mean score hides prevents a promotion: answers over twice or under half as long, cut
-    answers, failed tool calls, invalid formats. Only harm that is shown does."""
+    """Whether shown harm that a mean hides prevents a promotion: answers twice or half as long, cut answers, failed
+    tool calls, invalid formats."""
     suites: dict[str, SuiteSettings] = {}
     """Fixed sets of tasks that candidate and deployed adapter also answer, by name (letters, digits and `_.-`)."""
 
@@ -878,13 +840,12 @@ class GateSettings(Section):
 
 class RaySettings(Section):
     address: str | None = None
-    """Address of an existing Ray cluster. Default: a local one for the duration of the round."""
+    """Address of an existing Ray cluster. Default: a local one during the round."""
     working_dir: UserPath | None = None
-    """A folder that Ray copies to each node of the cluster: that of your own agent (`rollout.agent`). Its files in
-    there run from the copy. Default: they must be at the same paths on all nodes."""
+    """Folder that Ray copies to each node: that of your own agent. Default: its files must be at the same paths on
+    all nodes."""
     placement_seconds: float = Field(default=300.0, gt=0)
-    """Seconds that a round waits for the cluster's resources for all its processes. Then it fails, and may be tried
-    again."""
+    """How long a round waits for the cluster's resources. Then it fails, and may be tried again."""
 
     @model_validator(mode="after")
     def _is_for_a_cluster(self) -> Self:
@@ -897,8 +858,7 @@ class RetentionSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     keep_days: float | None = Field(default=90.0, ge=0, le=36_500)
-    """Days that the adapter, rollouts and log of a round are kept after its end. Specification and results are always
-    kept, and so are the deployed adapter, the one to roll back to, and the parent of the running round. `null` keeps
-    everything."""
+    """Days that adapter, rollouts and log of a finished round are kept. Specification, results and adapters in use
+    are always kept. `null` keeps everything."""
     keep_served: int = Field(default=5, ge=0)
-    """Number of the last served adapters that are kept regardless of their age."""
+    """Number of last served adapters that are kept regardless of age."""

@@ -1,7 +1,7 @@
 """The names of AgentScope's tuner and of Trinity-RFT's configurations.
 
 Names without a section are those of the tuner's classes, and short ones that a mapping for `tune` may have.
-`train_dataset`, `eval_dataset` and `monitor_type` are arguments of `tune`. `flywheel docs agentscope-tuner` has the
+`train_dataset`, `eval_dataset` and `monitor_type` are arguments of `tune`. `flywheel migrate` prints the
 table.
 """
 
@@ -32,7 +32,7 @@ MODELS: Final = (
     " `tune(auxiliary_models={NAME: {base_url: …, model: …}})`"
 )
 # Names without a section are the last of each row: whoever adds one to a copied file wants it to count.
-TRINITY: Final = Table("agentscope-tuner", {
+TRINITY: Final = Table("migrate", {
     "model.model_path model_path": "model.base",
     "algorithm.repeat_times group_size repeat_times": "training.group_size",
     "buffer.batch_size batch_size": "training.prompts_per_step",

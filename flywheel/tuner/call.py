@@ -171,7 +171,7 @@ def _fields(given: Any, name: str, kind: type[BaseModel]) -> Iterator[tuple[str,
         values = {**getattr(given, "model_dump", lambda: vars(given))()}
     if unknown := [key for key in values if key not in kind.model_fields]:
         why = f"unknown setting `{unknown[0]}`; known here: {', '.join(kind.model_fields)}"
-        raise ConfigError(f"use the {name}", why, "See `flywheel docs agentscope-tuner`.")
+        raise ConfigError(f"use the {name}", why, "See `flywheel docs migrate`.")
     is_set = getattr(given, "model_fields_set", values)
     for key, value in values.items():
         if key not in SAMPLING or key in is_set:

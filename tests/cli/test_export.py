@@ -21,6 +21,7 @@ from flywheel.store.views import task_list
 from flywheel.system import own_package
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
+from tests.factories.documented_json import compare, documented
 from tests.factories.round import put_round
 from tests.factories.state import open_state, write_state
 from tests.training.data.formats.filling import (
@@ -62,6 +63,7 @@ def test_each_format_makes_a_file_and_leaves_the_state_alone(flywheel: Run, home
     before = snapshot(home)
     ran = flywheel("export", "--format", name, "--json")
     assert ran.code == 0, ran.err
+    compare(ran.json, documented("export"), "export")
     suffix = "parquet" if name == "verl" else "jsonl"
     assert ran.json["out"] == f"{name}.{suffix}"
     assert ran.json["lines"] > 0

@@ -136,7 +136,7 @@ def test_a_debug_round_ends_with_its_rollouts(flywheel: Run, config: Path, work:
         (0.25, ["right"], 2),
         (None, [], 0),
     ]
-    compare(report, documented("round"), "round --debug")
+    compare(report, documented("round --debug"), "round --debug")
 
 
 @pytest.fixture

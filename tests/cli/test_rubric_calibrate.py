@@ -13,6 +13,7 @@ import pytest
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
 from tests.factories.config import write_chain, write_config
+from tests.factories.documented_json import compare, documented
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import execute
 from tests.factories.trace import START, write_lines
@@ -70,6 +71,7 @@ def test_the_figures_and_the_worst_disagreements(
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--repeats", 3, "--json")
     assert ran.code == 0, ran.err
     said = ran.json
+    compare(said, documented("rubric calibrate"), "rubric calibrate")
     assert said["confusion"] == {
         "accept": {"accepted": 6, "rejected": 1},
         "reject": {"accepted": 1, "rejected": 5},

@@ -14,6 +14,7 @@ from flywheel.store import deduplication
 from flywheel.store.kernel import schema
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
+from tests.factories.documented_json import compare, documented
 from tests.factories.state import write_state
 from tests.factories.trace import put_replies, reply
 
@@ -50,7 +51,9 @@ def test_what_is_held_is_listed(flywheel: Run, held: list[str]) -> None:
 
 def test_one_is_released_and_the_others_are_rejected(flywheel: Run, held: list[str]) -> None:
     assert flywheel("tasks", "release", held[1]).out == "1 released\n"
-    assert flywheel("tasks", "reject", "--all", "--json").json == {"rejected": [held[0], held[2]]}
+    rejected = flywheel("tasks", "reject", "--all", "--json").json
+    compare(rejected, documented("tasks reject"), "tasks reject")
+    assert rejected == {"rejected": [held[0], held[2]]}
     assert flywheel("tasks", "--state", "held", "--json").json["tasks"] == []
     states = {
         n: task["task_id"] for n, task in enumerate(flywheel("tasks", "--state", "rejected", "--json").json["tasks"])

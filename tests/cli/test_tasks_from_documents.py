@@ -25,7 +25,7 @@ from flywheel.store.kernel.schema import tasks
 from tests import warm
 from tests.cli.conftest import Ran, Run
 from tests.factories.config import write_config, write_rubric
-from tests.factories.documented_json import compare, documented
+from tests.factories.documented_json import SCHEMAS, compare, documented
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import read_state
 from tests.factories.task_writer import WriterServer, about
@@ -401,7 +401,9 @@ def test_the_page_shows_what_is_printed(flywheel: Run, tmp_path: Path, monkeypat
 def test_the_keys_are_those_of_the_page(desk: Desk) -> None:
     compare(desk.told(1), documented("tasks from-documents"), "tasks from-documents")
     [task] = desk.tasks()
-    assert set(task) - {"document", "quotes"} == set(documented("tasks")["tasks"][0])
+    listed = SCHEMAS["tasks"]["properties"]["tasks"]["items"]
+    assert set(task) - {"document", "quotes"} == set(listed["required"])
+    assert {"document", "quotes"} <= listed["properties"].keys()
 
 
 @pytest.mark.slow

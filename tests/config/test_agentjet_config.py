@@ -54,7 +54,7 @@ def test_both_roots_a_bare_reader_and_a_bare_section_are_the_same(root: str, tmp
 def unused_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The keys without effect, of the one line of the log that has them."""
     (line,) = (message for message in caplog.messages if " without effect: " in message)
-    return line.partition(" without effect: ")[2].removesuffix("; see `flywheel docs agentjet`").split(", ")
+    return line.partition(" without effect: ")[2].removesuffix("; see `flywheel docs migrate`").split(", ")
 
 
 def test_one_line_of_the_log_lists_the_keys_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config.command_lines import AGENT, ASSUMED, LAUNCHER, Translated, data_set, translated
-from flywheel.config.foreign import Without
 from flywheel.errors import ConfigError
 from flywheel.secrets import REDACTED
 from tests.factories.commands import root
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
 SFT = """sage-dev agent train sft \\
     --base-model Qwen/Qwen3-4B --data d --output ./output/agent_sft_v1 --epochs 3 \\
     --task-weights '{"tool_selection": 0.35, "planning": 0.30}'"""
@@ -221,11 +219,3 @@ def test_any_text_is_translated_or_an_error(text: str) -> None:
             translated(given_text)
         except ConfigError as error:
             assert error.hint
-
-
-def test_the_pages_have_each_option() -> None:
-    for table, page in ((LAUNCHER, "how-to/agentjet.md"), (AGENT, "reference/sage.md")):
-        text = (DOCS / page).read_text()
-        missing = [name for name in table.entries.keys() - {"command", "ppo"} if f"`--{name}`" not in text]
-        assert not missing, page
-        assert table is AGENT or all(why in text for why in table.entries.values() if isinstance(why, Without))

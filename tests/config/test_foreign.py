@@ -18,11 +18,11 @@ from flywheel.config.trinity import TRINITY
 from flywheel.errors import ConfigError
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "reference" / "sage.md"
+OF_SAGE = HERE.parent.parent / "docs" / "reference" / "sage-options.tsv"
 OF_TUNE = ("train_dataset", "eval_dataset", "monitor_type")
 """What a key may be used as besides a setting: an argument of `tune`."""
 OPTIONS = ("sft_config", "rl_config", "grpo", "reward_config")
-"""Classes of SAGE whose options the page has without their names."""
+"""Classes of SAGE whose options that file has without their names."""
 MADE = {
     "sources": JsonlSource(type="jsonl", path=Path("p")),
     "dataset": DatasetSettings(path="d"),
@@ -130,17 +130,17 @@ def test_every_documented_key_has_a_row(table: Table, file: str) -> None:
         assert not table.meant_by(key), key
 
 
-def test_the_page_of_sages_options_is_true() -> None:
+def test_the_file_of_sages_options_is_true() -> None:
     """Its names and keys are those of the table, and a default that differs has its reason."""
-    rows = [line.strip("|").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    rows = [line.split("\t") for line in OF_SAGE.read_text().splitlines()[1:]]
     said: dict[str, set[str]] = {}
-    for names, there, keys, here, why in ([cell.strip(" `") for cell in row] for row in rows):
-        uses = [] if keys == "–" else keys.split("`, `")
+    for _, names, there, keys, here, why in rows:
+        uses = keys.split(", ") if keys else []
         defaults = [default_of(key) for key in uses if key != "sources"]
         plain = [each.name if isinstance(each, Path) else "null" if each is None else str(each) for each in defaults]
-        assert here == ("`, `".join(plain) or "–"), names
-        assert why != "–" or plain == [there], names
-        for name in names.split("`, `"):
+        assert here == ", ".join(plain), names
+        assert why or plain == [there], names
+        for name in names.split(", "):
             said.setdefault(name, set()).update(uses)
     table: dict[str, set[str]] = {}
     for name in {each for each in SAGE.entries if "=" not in each}:

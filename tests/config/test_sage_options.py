@@ -374,7 +374,7 @@ def test_all_refused_options_are_named_in_one_error() -> None:
     options = {"use_dora": True, "train_data": "agent_sft:train", "lora_r": 8, "bogus": 1}
     message = refusal({"sft_config": options, "rl_config": {"algorithm": "ppo"}})
     first, *lines = message.splitlines()
-    assert first == "cannot use configuration pasted.yaml: 4 keys are refused (see `flywheel docs sage`):"
+    assert first == "cannot use configuration pasted.yaml: 4 keys are refused (see `flywheel docs migrate`):"
     assert [line.split("`")[1] for line in lines[:1]] == ["rl_config.algorithm"]
     assert {line.split("`")[1] for line in lines} == {
         "rl_config.algorithm", "sft_config.use_dora", "sft_config.train_data", "sft_config.bogus",

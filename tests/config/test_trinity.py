@@ -93,7 +93,7 @@ def test_a_name_without_a_section_wins_over_trinitys(
     monkeypatch.setattr(foreign, "gpus_of_machine", lambda: 8)
     for raw in ({short: 2, **nested(long, 3)}, {**nested(long, 3), short: 2}):
         assert translated(raw) == nested(TRINITY.uses[short], 2)
-    line = f"x.yaml: without effect: {long} ({short} has another value); see `flywheel docs agentscope-tuner`"
+    line = f"x.yaml: without effect: {long} ({short} has another value); see `flywheel docs migrate`"
     assert caplog.messages == [line, line]
 
 
