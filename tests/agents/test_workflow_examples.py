@@ -133,9 +133,9 @@ async def test_environments_of_their_own(tmp_path: Path, folder: str, make: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "aliases"), [("workflows.md", ()), ("several-agents.md", ("planner", "writer"))])
+@pytest.mark.parametrize(("page", "aliases"), [("how-to/workflows.md", ()), ("cookbook.md", ("planner", "writer"))])
 async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tuple[str, ...]) -> None:
-    text = (ROOT / "docs" / "how-to" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     [function] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "agent.py").write_text(function)
     results, sent = await results_of(AgentProgram(workflow=f"{tmp_path / 'agent.py'}:run"), *aliases)
