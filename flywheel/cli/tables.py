@@ -175,7 +175,10 @@ def print_rows(
     `columns` names the cells and the details. Cells of the columns in `fold` may continue on the next line.
     """
     if wide <= console.width:
-        console.print(rows_table(columns, rows, fold=fold, expand=console.width < UNBROKEN))
+        table = rows_table(columns, rows, fold=fold)
+        # Columns share the width by their ratio only where their texts do not all fit.
+        table.expand = console.width < console.measure(table).maximum
+        console.print(table)
     else:
         _print_lines(console, columns, rows)
 
