@@ -85,6 +85,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.words
 
 check-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -W ignore::DeprecationWarning tests/attacks

@@ -36,7 +36,7 @@ from typing import Any, Final
 from benchmarks import measurement
 from flywheel.system.files import write_atomic
 
-RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu.json"
+RESULTS: Final = Path(__file__).parent / "results" / "gpu.json"
 PAGE: Final = RESULTS.with_suffix(".md")
 PLACE: Final = "<!-- table: {} -->"
 """Where the page has a table, which begins in the line after."""

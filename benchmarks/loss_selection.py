@@ -27,7 +27,7 @@ from flywheel.records.round import SampleCandidate, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules, select
 from flywheel.system.files import write_atomic
 
-RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "loss-selection.json"
+RESULTS: Final = Path(__file__).parent / "results" / "loss-selection.json"
 POOL: Final = 128
 SIZE: Final = 32
 STRATEGIES: Final = ("random", "diversity", "loss_topk", "hybrid")

@@ -264,15 +264,10 @@ def table(results: Mapping[str, Any]) -> str:
 
 def _round_table(found: Mapping[str, Any]) -> str:
     names = {"overlap_0": "`overlap: 0`", "overlap_1": "`overlap: 1`", "floor": "`overlap: 0`, judge of 0 ms"}
-    columns = ("training_s", *(f"{part}_s" for part in ("sync", "generate", "grade")), "gate_s", "cpu_s")
-    rows = [
-        (name, *(f"{found['kinds'][kind][column]:.1f}" for column in columns), f"{found['kinds'][kind]['load']:.1f}")
-        for kind, name in names.items()
-    ]
+    columns = ("training_s", *(f"{part}_s" for part in ("sync", "generate", "grade")), "gate_s")
+    rows = [(name, *(f"{found['kinds'][kind][column]:.1f}" for column in columns)) for kind, name in names.items()]
     waits = ("waits for sync", "for engines", "for the judge")
-    first = measurement.markdown(
-        ("run", "first sync to last update", *waits, "gate", "processor seconds", "load before"), rows
-    )
+    first = measurement.markdown(("run", "first sync to last update", *waits, "gate"), rows)
     values = [
         ("judge calls × latency / slots", f"{found['judge_floor_s']:.1f} s"),
         ("generation and updates alone", f"{found['compute_floor_s']:.1f} s"),

@@ -23,14 +23,15 @@ from benchmarks import measurement, tiny_encoder
 from benchmarks.tool_calls import DATA_SETS, DataSet, replies, words
 from flywheel.records.task import split_of, task_line
 from flywheel.retrieval.encoder import EncoderOptions
-from flywheel.retrieval.evaluation import METRICS, MRR
+from flywheel.retrieval.evaluation import BASE, MRR
 from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.texts import MOST_CHARACTERS, MOST_MESSAGES
 from flywheel.retrieval.tool_index import Method, Ranking
 from flywheel.retrieval.trained_encoder import train_encoder
 from flywheel.system.files import write_atomic
 
-RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "tool-retrieval.json"
+RESULTS: Final = Path(__file__).parent / "results" / "tool-retrieval.json"
+SHOWN: Final = ("recall@1", "recall@10", MRR)
 CONVERSATIONS: Final = 1_000
 OPTIONS: Final = EncoderOptions(epochs=8, batch_size=32, learning_rate=2e-3, seed=42)
 NEGATIVES: Final = 4
@@ -101,12 +102,14 @@ def tables(results: dict[str, Any]) -> str:
     found = []
     for data_set in DATA_SETS:
         for group, figures in results[data_set]["results"].items():
-            heads = ["method", *METRICS, "encoder − method, mrr (95 %)"]
+            heads = ["method", *SHOWN, "encoder − method, mrr (95 %)"]
             rows = []
             for method, own in figures["methods"].items():
+                if method.startswith(BASE):
+                    continue  # nothing was trained: a weak base, which says little
                 less = figures["differences"].get(method, {}).get(MRR)
                 reach = f"{less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})" if less else ""
-                rows.append([method, *(f"{own[metric]['mean']:.3f}" for metric in METRICS), reach])
+                rows.append([method, *(f"{own[metric]['mean']:.3f}" for metric in SHOWN), reach])
             title = f"`{data_set}`, {group} tools: {figures['pairs']} calls of {figures['tools']} tools"
             found.append(f"{title}, {figures['conversations']} conversations\n\n{measurement.markdown(heads, rows)}")
     search, rows = results["search"], []

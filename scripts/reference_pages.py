@@ -34,7 +34,7 @@ CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
 STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
 AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
 TUNER_PAGE = ROOT / "docs" / "how-to" / "agentscope-tuner.md"
-OTLP_PAGE = ROOT / "docs" / "how-to" / "otlp.md"
+OTLP_PAGE = ROOT / "docs" / "connect" / "traces.md"
 
 CLI_HEAD = """# Command line
 
@@ -83,9 +83,8 @@ two. Names without a section are fields of `TunerModelConfig` and `AlgorithmConf
 
 OTLP_HEAD = """## Conventions
 
-This section is generated from `flywheel/sources/otlp/conventions.py` (`python -m scripts.reference_pages`); a test
-compares the two. Of several conventions in one span the first in the table counts, attribute by attribute. N is a
-number. What is read but not understood makes the prompt inexact, with the reason in `metadata.prompt_reason`.
+Where a span has several conventions, the first in the table counts, attribute by attribute. Models, token counts and
+tool calls are read as well. N is a number. `python -m scripts.reference_pages` generates the table.
 """
 
 

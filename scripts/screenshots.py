@@ -1,4 +1,5 @@
-"""Writes `docs/images/`: the main pages of `flywheel web` on a recorded run of `make demo-agent`, light and dark.
+"""Writes `docs/images/`: the pages of `flywheel web` that the documentation shows, on a recorded run of
+`make demo-agent`.
 
 `python -m scripts.screenshots` (or `make screenshots`) needs Chromium. The images are reduced to 64 colours, so that
 they stay small.
@@ -20,16 +21,9 @@ from tests.web.conftest import NO_BROWSER, PROGRAMS, serving
 from tests.web.recorded_state import unpack
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
-PAGES = {
-    "overview": "/",
-    "tasks": "/tasks",
-    "criteria": "/criteria",
-    "task": "/tasks",
-    "round": "/rounds/r0001",
-    "gate": "/gate/r0001",
-    "rollouts": "/rollouts/r0001",
-    "labels": "/labels",
-}
+PAGES = {"overview": "/", "criteria": "/criteria", "task": "/tasks", "gate": "/gate/r0001"}
+DARK = {"task"}
+"""Those that are shown dark as well, where the reader's browser is."""
 SIZE = (1200, 760)
 COLOURS = 64
 
@@ -54,6 +48,8 @@ def main() -> int:
                 )
                 page = context.new_page()
                 for name, path in PAGES.items():
+                    if scheme == "dark" and name not in DARK:
+                        continue
                     page.goto(address + path)
                     if name == "task":
                         page.locator("main table tbody a").first.click()

@@ -1,11 +1,19 @@
-"""Writes the table of chat templates in benchmarks/results/chat-templates.md: `python -m scripts.template_table`.
+"""Writes benchmarks/results/chat-templates.tsv, what a chat template lets train: `python -m scripts.template_table`.
 
-Each cell is tried with the genuine template and vLLM's renderer.
+Each cell is tried with the genuine template of TRL and vLLM's renderer.
+
+- `yes`: a reply of this form is trained. `in part`: without its reasoning, for which the template has no place.
+- `no`: it is left out. The template does not write its `calls` or `text`; ends the `prompt` with what it does not
+  write in a message (`<think>`); writes no `end` at which the server stops; or writes `reasoning`, and none was
+  recorded (`training.sft.reasoning: empty` trains these with an empty one).
+- `refused`: it is left out, since the template raises an error.
 """
 
 from __future__ import annotations
 
+import csv
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +21,8 @@ from flywheel.training.engine.chat_rendering import NoSampleError
 from tests.factories.chat_rendering import Served
 from tests.factories.chat_templates import FAMILIES, SHAPES, asked, recorded, served_with
 
-PAGE: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "chat-templates.md"
-BEGIN: Final = "This table is generated (`python -m scripts.template_table`); a test tries each cell again.\n\n"
+TABLE: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "chat-templates.tsv"
+FIRST: Final = "template of TRL"
 UNTHOUGHT: Final = "answer, no reasoning recorded"
 
 CELLS: Final = {
@@ -40,24 +48,22 @@ def outcome(served: Served, shape: str) -> str:
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """The table of the page: cells by template and shape."""
-    lines = PAGE.read_text().partition(BEGIN)[2].partition("\n\n")[0].splitlines()
-    (_, *shapes), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {row[0]: dict(zip(shapes, row[1:], strict=True)) for row in rows}
+    """The cells of the file by template and shape."""
+    with TABLE.open(encoding="utf-8", newline="") as lines:
+        return {row.pop(FIRST): row for row in csv.DictReader(lines, delimiter="\t")}
 
 
-def table() -> str:
+def rows() -> Iterator[list[str]]:
     shapes = [*SHAPES, UNTHOUGHT]
-    rows = [["template of TRL", *shapes], ["---"] * (len(shapes) + 1)]
+    yield [FIRST, *shapes]
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             serving = served_with(family, Path(folder))
             served = next(serving)
-            rows.append([family, *(outcome(served, shape) for shape in shapes)])
+            yield [family, *(outcome(served, shape) for shape in shapes)]
             next(serving, None)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + begin + table() + "\n\n" + rest.partition("\n\n")[2])
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter="\t", lineterminator="\n").writerows(rows())

@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/ci.md run as they stand there."""
+"""The commands of docs/judge/evaluate.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.factories.model_endpoint import Endpoint
 from tests.factories.model_endpoint import says as chat_completion
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "how-to" / "ci.md").read_text()
+PAGE = (ROOT / "docs" / "judge" / "evaluate.md").read_text()
 INSTALLED = "pip install agentscope-flywheel"
 RUBRIC: dict[str, Any] = {"id": "support", "criteria": [{"id": "right", "value": "It is right."}]}
 

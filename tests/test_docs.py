@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
-from flywheel.config.file import parse
+from flywheel.config.file import Config, parse
 from flywheel.errors import Condition
 from flywheel.judge.filters.chain import FILTERS, load_chain
 from flywheel.judge.filters.deduplication import Deduplication
@@ -28,9 +29,10 @@ from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
-from flywheel.system.files import DOCUMENTATION_KINDS
+from flywheel.system.files import DOCUMENTATION_KINDS, documentation_pages
+from flywheel.system.yaml_file import sections_in
 from flywheel.training.data.export_formats import FORMATS
-from scripts.configuration_page import PAGE, page
+from scripts.configuration_page import IN_ONE_ROW, PAGE, page
 from scripts.reference_pages import (
     AGENTJET_PAGE,
     CLI_PAGE,
@@ -50,6 +52,27 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 def test_the_configuration_page_is_the_settings() -> None:
     assert PAGE.read_text() == page(), "run: python -m scripts.configuration_page"
+
+
+def settings_in(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting, as its section and its name, whichever kind of a section has it."""
+    for name, field in model.model_fields.items():
+        inner = {} if name in IN_ONE_ROW else sections_in(field.annotation)
+        if not inner:
+            yield prefix, name
+        for section in inner.values():
+            yield from settings_in(section, f"{prefix}.{name}".lstrip("."))
+
+
+def test_every_setting_is_on_the_page_in_its_section() -> None:
+    """Whatever makes the page: the settings are walked here once more."""
+    told: dict[str, set[str]] = {}
+    for part in re.split(r"^#+ (?=`)", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        names = told.setdefault(part.split("`")[1], set())
+        names |= set(re.findall(r"^(?:\| |- )`(\w+)`", part, re.MULTILINE))
+    known = list(settings_in(Config))
+    assert len(known) > 150 and ("rollout.agent", "workflow") in known
+    assert [f"{section}.{name}" for section, name in known if name not in told.get(section, set())] == []
 
 
 def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() -> None:
@@ -83,6 +106,7 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     index = (tmp_path / "site" / "index.html").read_text()
+    assert (tmp_path / "site" / "llms.txt").is_file() and (tmp_path / "site" / "reference" / "cli.md").is_file()
     assert not re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"https?://[^\"]*\"", index)
 
 
@@ -95,13 +119,50 @@ def test_every_image_is_there_and_small() -> None:
         assert image.stat().st_size < 100_000, image.name
 
 
-def test_every_page_is_on_the_site_and_found_by_name() -> None:
-    """`flywheel docs PAGE` finds pages by the last part of their path, so that must be different for each."""
-    kinds = [path for kind in DOCUMENTATION_KINDS for path in (ROOT / "docs" / kind).glob("*.md")]
-    assert len({path.stem for path in kinds}) == len(kinds)
-    navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
-    for path in (ROOT / "docs").rglob("*.md"):
-        assert path.relative_to(ROOT / "docs").as_posix() in navigation
+def navigation() -> dict[str, dict[str, str]]:
+    """The titles and paths of the pages in each group of `mkdocs.yml`; a page without a group is its own one."""
+    groups: dict[str, Any] = {}
+    for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]:
+        groups |= entry
+    return {
+        group: {group: found}
+        if isinstance(found, str)
+        else {title: path for each in found for title, path in each.items()}
+        for group, found in groups.items()
+    }
+
+
+def test_every_page_is_on_the_site_once_and_found_by_name() -> None:
+    """`flywheel docs PAGE` finds every page, in the folders that it lists."""
+    named = [path for pages in navigation().values() for path in pages.values()]
+    there = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(there)
+    assert set(documentation_pages().values()) == {ROOT / "docs" / path for path in there}
+    assert {Path(path).parent.as_posix() for path in there} == set(DOCUMENTATION_KINDS)
+
+
+def test_a_page_is_named_with_its_folder_where_two_have_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.system.files.shipped_folder", lambda: tmp_path)
+    for name in ("connect/files", "reference/files", "reference/cli", "index"):
+        path = tmp_path / "docs" / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("# A page\n")
+    assert list(documentation_pages()) == ["connect/files", "cli", "reference/files", "index"]
+
+
+def test_the_index_for_models_has_the_pages_of_the_navigation() -> None:
+    """By the convention of llmstxt.org: a title, a summary as a quotation, lists of links with a few words each."""
+    head, *sections = re.split(r"^## ", (ROOT / "docs" / "llms.txt").read_text(), flags=re.MULTILINE)
+    assert re.match(r"# Flywheel\n\n> .+\n", head)
+    listed = {}
+    for section in sections:
+        title, _, lines = section.partition("\n\n")
+        rows = [re.fullmatch(r"- \[(.+?)\]\((.+?)\): (.+)", line) for line in lines.strip().splitlines()]
+        listed[title] = {row[1]: row[2] for row in rows if row is not None}
+        assert None not in rows, title
+    assert listed == navigation()
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -124,7 +185,7 @@ def test_every_configuration_in_the_pages_is_valid() -> None:
             if not {"criteria", "filters"} & raw.keys():
                 parse(raw, str(document), ROOT / "configs")
                 found.append(document.name)
-    assert {"README.md", "dry-run.md", "otlp.md", "sources.md"} <= set(found)
+    assert {"README.md", "write-a-rubric.md", "traces.md", "files.md"} <= set(found)
 
 
 def test_every_function_in_the_pages_can_be_defined() -> None:
@@ -165,8 +226,11 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_a_page() -> None:
-    page_text = (ROOT / "docs" / "how-to" / "watch.md").read_text()
-    for head, values in (("| a task is | when |", TaskState), ("| reason | meaning |", SkipReason)):
+    for name, head, values in (
+        ("monitor", "| a task is | when |", TaskState),
+        ("troubleshooting", "| reason | meaning, and what to do |", SkipReason),
+    ):
+        page_text = (ROOT / "docs" / "operate" / f"{name}.md").read_text()
         assert first_cells(page_text, head) == {value.value for value in values}
 
 
@@ -180,7 +244,7 @@ def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() ->
     docs = {path.stem: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
     assert first_cells(docs["rubrics"], "| type | is met when | `value` |") == set(KINDS)
     assert first_cells(docs["export"], "| format | file | read by | columns |") == set(FORMATS)
-    servers = docs["watch"].split("## Conditions of servers")[1]
+    servers = docs["troubleshooting"].split("## Conditions of servers")[1]
     assert first_cells(servers, "| condition |") == {condition.value for condition in Condition} | {
         "not looked at yet"
     }

@@ -28,7 +28,7 @@ OBJECTS: list[dict[str, Any]] = [
     if file.name != "kustomization.yaml"
     for each in yaml.safe_load_all(file.read_text())
 ]
-CUSTOM = {"ServiceMonitor"}
+CUSTOM = {"ServiceMonitor", "RayCluster"}
 
 
 def found(kind: str, name: str) -> dict[str, Any]:
@@ -39,6 +39,12 @@ def found(kind: str, name: str) -> dict[str, Any]:
 SERVER: dict[str, Any] = found("Deployment", "flywheel-server")["spec"]
 DAEMON: dict[str, Any] = found("StatefulSet", "flywheel-daemon")["spec"]
 PODS = {"server": SERVER["template"], "daemon": DAEMON["template"]}
+
+
+def ray_pods() -> list[dict[str, Any]]:
+    """The templates of the RayCluster: its head, then its workers."""
+    spec = found("RayCluster", "flywheel")["spec"]
+    return [spec["headGroupSpec"]["template"], *(each["template"] for each in spec["workerGroupSpecs"])]
 
 
 def container(pod: str) -> dict[str, Any]:
@@ -61,6 +67,7 @@ def test_the_kubernetes_api_has_each_field() -> None:
     import kubernetes_validate  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     checked = [each for each in OBJECTS if each["kind"] not in CUSTOM]
+    checked += [{"apiVersion": "v1", "kind": "Pod", **template} for template in ray_pods()]
     for each in checked:
         kubernetes_validate.validate(each, "1.34", strict=True)
     assert len(checked) >= 10
@@ -90,7 +97,7 @@ def test_the_configuration_is_valid_and_fits_the_manifests(config: Config) -> No
 
 
 def test_the_how_to_names_every_key(config: Config) -> None:
-    page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
+    page = (ROOT / "docs" / "operate" / "scale.md").read_text()
     names = {config.serving.api_key_env, config.serving.admin_key_env, config.daemon.metrics_token_env}
     names |= {"OPENAI_API_KEY", *(credentials_of(each) for each in OBJECTS if each["kind"] == "ServiceMonitor")}
     for name in names:
@@ -180,3 +187,22 @@ def test_only_the_daemon_agents_and_prometheus_reach_the_servers() -> None:
     (rule,) = policy["ingress"]
     assert {"podSelector": DAEMON["selector"]} in rule["from"]
     assert all(each.get("podSelector") or each["namespaceSelector"].get("matchLabels") for each in rule["from"])
+
+
+def test_the_daemon_is_beside_the_head_of_the_ray_cluster() -> None:
+    spec, head = found("RayCluster", "flywheel")["spec"], ray_pods()[0]["spec"]
+    assert f"ray=={spec['rayVersion']}\n" in (ROOT / "requirements" / "gpu.txt").read_text()
+    assert spec["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    ray, daemon = head["containers"]
+    assert daemon["command"] == ["flywheel", "run"]
+    assert daemon["envFrom"] == container("daemon")["envFrom"]
+    assert head["shareProcessNamespace"] is True
+    shared = {each["mountPath"] for each in ray["volumeMounts"]}
+    assert shared == {"/tmp/ray", "/dev/shm"}
+    assert shared <= {each["mountPath"] for each in daemon["volumeMounts"]}
+    user = SERVER["template"]["spec"]["securityContext"]
+    for pod in ray_pods():
+        assert pod["spec"]["securityContext"] == user
+        assert {each["image"] for each in pod["spec"]["containers"]} == {ray["image"]}
+        volumes = {each["name"] for each in pod["spec"]["volumes"]}
+        assert {mount["name"] for each in pod["spec"]["containers"] for mount in each["volumeMounts"]} == volumes

@@ -233,7 +233,7 @@ def test_the_pages_that_texts_refer_to_exist_and_their_links_lead_somewhere() ->
     sources = [*(ROOT / "flywheel").rglob("*.py"), *edited]
     texts = {path: path.read_text() for path in sources}
     assert not [path for path, text in texts.items() if re.search(r"\bdocs/[a-z/-]+\.md", text)]
-    named = {page for text in texts.values() for page in re.findall(r"flywheel docs ([a-z-]+)", text)}
+    named = {page for text in texts.values() for page in re.findall(r"flywheel docs ([a-z/-]+)", text)}
     assert named and named <= files.documentation_pages().keys()
     for path in files.documentation_pages().values():
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):

@@ -121,7 +121,7 @@ def labels(
     """List labels, newest first, and the judge's agreement with them; write them for `rubric calibrate`; import them.
 
     `import` stores the labels of tasks in the state, or annotations by trace and span from Langfuse, Phoenix, MLflow
-    or another tool (`flywheel docs annotations`). It reports what cannot be stored, and stores nothing twice.
+    or another tool (`flywheel docs write-a-rubric`). It reports what cannot be stored, and stores nothing twice.
     """
     settings = load_config(config)
     if (action == "import") != (file is not None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -163,15 +163,6 @@ class ServingSettings(Section):
     extra_args: list[str] = []
     """Additional arguments for vLLM's server."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_tolerance(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and "probe_tolerance" in raw:
-            raise ValueError(
-                "probe_tolerance is no setting: the proof of an adapter's weights measures its own error. Remove it"
-            )
-        return raw
-
 
 class DaemonSettings(Section):
     drain_seconds: float = Field(default=30.0, ge=0)
@@ -184,9 +175,10 @@ class DaemonSettings(Section):
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
     """A worker that runs longer (in seconds) is stopped and its round abandoned."""
     on_stop: Literal["stop", "detach"] = "stop"
-    """What happens to the worker of a round when `flywheel run` is stopped: `stop` ends it, and the next start begins
-    its stage again; `detach` leaves it running, and the next `flywheel run` adopts it. `detach` is refused in
-    containers, and needs a drop-in under systemd. `flywheel run --once` and `flywheel round` always end it."""
+    """What happens to the worker of a round when `flywheel run` is stopped. `stop` ends it, and the next start
+    resumes the round from its last checkpoint. `detach` leaves it running, and the next `flywheel run` adopts it;
+    containers refuse that, and systemd needs a drop-in. `flywheel run --once` and `flywheel round` always end
+    it."""
     reconcile_seconds: float = Field(default=15.0, gt=0)
     """Interval in seconds at which servers are compared with the deployed adapter (a restarted server loses its
     adapters)."""

@@ -111,7 +111,7 @@ def read_annotations(path: Path) -> list[dict[str, Any]] | None:
     if any(not isinstance(line, dict) or line.keys() & {"task_id", *QUERIES} for line in lines):
         return None
     if not lines:
-        raise ConfigError(f"read annotations {path}", "it has none", "See `flywheel docs annotations`.")
+        raise ConfigError(f"read annotations {path}", "it has none", "See `flywheel docs write-a-rubric`.")
     return list(lines)
 
 

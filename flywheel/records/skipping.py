@@ -28,12 +28,12 @@ REMEDIES: Final[Mapping[SkipReason, str]] = {
         "Let each agent end its span and send it before its process ends, and let the tools that it waits for answer."
     ),
     SkipReason.NO_QUERY: (
-        "Record what the agent is asked: `flywheel docs otlp` names the attributes of spans that are read, and"
-        " `flywheel docs sources` the keys of lines."
+        "Record what the agent is asked: `flywheel docs traces` names the attributes of spans that are read, and"
+        " `flywheel docs connect/files` the keys of lines."
     ),
     SkipReason.NO_ANSWER: (
-        "Record what is answered: `flywheel docs otlp` names the attributes of spans that are read, and"
-        " `flywheel docs sources` the keys of lines."
+        "Record what is answered: `flywheel docs traces` names the attributes of spans that are read, and"
+        " `flywheel docs connect/files` the keys of lines."
     ),
     SkipReason.AMBIGUOUS: "Give each batch a folder of its own, with its requests and its responses.",
     SkipReason.TRUNCATED: (

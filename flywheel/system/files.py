@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -365,7 +366,8 @@ def shipped_folder() -> Path:
 
 
 def documentation_pages() -> dict[str, Path]:
-    """The pages of the documentation by name, as `flywheel docs` takes them."""
+    """The pages of the documentation by name, as `flywheel docs` takes them; with a folder where two share a name."""
     docs = shipped_folder() / "docs"
     found = [path for kind in DOCUMENTATION_KINDS for path in sorted((docs / kind).glob("*.md"))]
-    return {path.stem: path for path in found}
+    times = Counter(path.stem for path in found)
+    return {path.stem if times[path.stem] == 1 else f"{path.parent.name}/{path.stem}": path for path in found}

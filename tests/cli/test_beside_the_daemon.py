@@ -1,4 +1,4 @@
-"""Which commands work while a daemon holds the state, and which end with 75: as docs/how-to/operations.md has it."""
+"""Which commands work while a daemon holds the state, and which end with 75: docs/operate/troubleshooting.md."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def lines(page: str, after: str) -> str:
 
 
 def test_the_lines_of_task_files_are_all_the_same_task(flywheel: Run, tmp_path: Path) -> None:
-    written = lines("reference/sources.md", "All of these are the same task:")
+    written = lines("connect/files.md", "All of these are the same task:")
     (tmp_path / "tasks.jsonl").write_text(written)
     source = {"type": "jsonl", "path": str(tmp_path / "tasks.jsonl")}
     (tmp_path / "flywheel.yaml").write_text(json.dumps({"state": {"dir": "home"}, "sources": [source]}))
@@ -34,7 +34,7 @@ def test_the_lines_of_task_files_are_all_the_same_task(flywheel: Run, tmp_path: 
 
 def test_the_lines_of_labels_are_labels(tmp_path: Path) -> None:
     file = tmp_path / "labels.jsonl"
-    file.write_text(lines("reference/rubrics.md", "Label about a hundred replies from your own traces:"))
+    file.write_text(lines("judge/write-a-rubric.md", "are lines with `query` and `answer`:"))
     known = {"query": "Q?", "answer": "A."}
     found = read_labels(file, lambda ids: dict.fromkeys(ids, known))
     assert [label.accept for label in found.labels] == [True, False, True]

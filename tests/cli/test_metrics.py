@@ -63,7 +63,7 @@ def test_prometheus_finds_nothing_wrong_with_the_metrics(flywheel: Run, tmp_path
 
 
 def test_every_condition_is_on_the_page(flywheel: Run) -> None:
-    page = (ROOT / "docs" / "how-to" / "watch.md").read_text()
+    page = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
     named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions of sources")[1].split("\n## ")[0], re.M))
     code = "\n".join(
         (ROOT / "flywheel" / "sources" / "studio" / name).read_text() for name in ("database.py", "schema.py")

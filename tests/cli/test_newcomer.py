@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 STUDIO = ROOT / "tests" / "data" / "studio"
 
 
-DRY_RUN = ROOT / "docs" / "how-to" / "dry-run.md"
+DRY_RUN = ROOT / "docs" / "judge" / "write-a-rubric.md"
 
 
 @pytest.fixture

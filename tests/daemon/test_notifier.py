@@ -190,7 +190,7 @@ async def test_a_candidate_that_waits_is_told_with_the_page_on_which_to_decide(
 def documented() -> Callable[[bytes, dict[str, str], bytes], bool]:
     """The function of the page that verifies a signature."""
     [code] = re.findall(
-        r"```python\n(def is_from_flywheel.*?)```", (ROOT / "docs" / "how-to" / "alerts.md").read_text(), re.S
+        r"```python\n(def is_from_flywheel.*?)```", (ROOT / "docs" / "operate" / "monitor.md").read_text(), re.S
     )
     names: dict[str, Any] = {"base64": base64, "hmac": hmac, "time": time}
     exec(code, names)
@@ -604,7 +604,7 @@ async def test_a_url_in_a_variable(
 
 
 def test_the_page_names_every_notice() -> None:
-    page = (ROOT / "docs" / "how-to" / "alerts.md").read_text().split("## Notices")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "operate" / "monitor.md").read_text().split("## Notices")[1].split("\n## ")[0]
     assert set(EVERY) <= set(re.findall(r"`(\w+)`", page.split("| notice |")[1]))
 
 

@@ -6,8 +6,13 @@ import base64
 import csv
 import io
 import json
+import runpy
+import sys
 from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -255,3 +260,75 @@ def test_label_files_and_broken_files_are_not_of_another_tool(tmp_path: Path) ->
         (tmp_path / "l.jsonl").write_text(text)
         with pytest.raises(ConfigError, match="it has none"):
             read_annotations(tmp_path / "l.jsonl")
+
+
+def _langfuse() -> ModuleType:
+    """Its SDK, with two scores on two pages: of a trace and of a span."""
+    scores = [
+        SimpleNamespace(
+            subject=subject, name="correct", value=1.0, comment=COMMENT, author_user_id="ann", source="ANNOTATION",
+            updated_at=datetime(2026, 11, 20, 10, 5, tzinfo=UTC),
+        )
+        for subject in (
+            SimpleNamespace(kind="trace", id=TRACE),
+            SimpleNamespace(kind="observation", id=SPAN, trace_id=TRACE),
+        )
+    ]  # fmt: skip
+
+    def get_many(*, cursor: str | None, **_: str) -> SimpleNamespace:
+        at = int(cursor or 0)
+        return SimpleNamespace(data=[scores[at]], meta=SimpleNamespace(cursor=None if at else "1"))
+
+    module = ModuleType("langfuse")
+    api = SimpleNamespace(scores=SimpleNamespace(get_many=get_many))
+    vars(module)["Langfuse"] = lambda: SimpleNamespace(api=api)
+    return module
+
+
+def _phoenix() -> ModuleType:
+    pandas = pytest.importorskip("pandas")
+    spans = pandas.DataFrame({"context.trace_id": [TRACE]}, index=pandas.Index([SPAN], name="span_id"))
+    rows = pandas.DataFrame([PHOENIX]).set_index("span_id")
+    client = SimpleNamespace(
+        get_spans_dataframe=lambda **_: spans, get_span_annotations_dataframe=lambda **_: rows.copy()
+    )
+    module = ModuleType("phoenix.client")
+    vars(module)["Client"] = lambda: SimpleNamespace(spans=client)
+    return module
+
+
+def _mlflow() -> ModuleType:
+    assessment = SimpleNamespace(to_dictionary=lambda: MLFLOW)
+    module = ModuleType("mlflow")
+    found = [SimpleNamespace(info=SimpleNamespace(assessments=[assessment]))]
+    vars(module)["search_traces"] = lambda **_: found
+    return module
+
+
+@pytest.mark.parametrize(
+    ("example", "module", "places"),
+    [
+        ("langfuse_scores", _langfuse, [(TRACE, ""), (TRACE, SPAN)]),
+        ("phoenix_annotations", _phoenix, [(TRACE, SPAN)]),
+        ("mlflow_assessments", _mlflow, [(f"tr-{TRACE}", "")]),
+    ],
+)
+def test_the_examples_write_what_is_read(
+    example: str,
+    module: Callable[[], ModuleType],
+    places: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    made = module()
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setitem(sys.modules, "phoenix", ModuleType("phoenix"))
+    monkeypatch.chdir(tmp_path)
+    program = Path(__file__).parents[2] / "examples" / "annotations" / f"{example}.py"
+    runpy.run_path(str(program))
+    [file] = tmp_path.iterdir()
+    assert f"`flywheel labels import {file.name}`" in program.read_text()
+    found, left_out = use(*(read_annotations(file) or ()), accept_from=0.5)
+    assert not left_out
+    assert [(said.trace, said.span) for said, _ in found] == places
+    assert {label.criterion for _, label in found} == {"correct"}

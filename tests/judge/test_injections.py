@@ -1,7 +1,7 @@
 """A corpus of injection attempts, and any other text: nothing of a task gets out of its delimiters, in any field.
 
 This is about how the prompt is made and the reply is read. What a judge lets itself be told is another matter, see
-docs/explanation/judging.md.
+docs/understand/judging.md.
 """
 
 from __future__ import annotations

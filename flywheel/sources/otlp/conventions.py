@@ -2,7 +2,7 @@
 
 A span is translated when it is received, so that everything behind the receiver knows one convention. An attribute of
 the GenAI convention that the span has already is kept. `CONVENTIONS` says which attributes are read; the table that
-`flywheel docs otlp` shows is generated from it (`python -m scripts.reference_pages`).
+`flywheel docs traces` shows is generated from it (`python -m scripts.reference_pages`).
 https://opentelemetry.io/docs/specs/semconv/gen-ai/
 https://github.com/Arize-ai/openinference/blob/main/spec/semantic_conventions.md
 https://langfuse.com/integrations/native/opentelemetry
@@ -60,6 +60,11 @@ _FLATTENED: Final = frozenset(
      "llm.request.functions"}
 )  # fmt: skip
 """Attributes that are several, each with a number and a field in its name."""
+_NOT_SHOWN: Final = frozenset(
+    {"gen_ai.request.model", "gen_ai.response.id", "gen_ai.response.model", "gen_ai.usage.input_tokens",
+     "gen_ai.usage.output_tokens", _NAME, _ID, _ARGUMENTS, _RESULT}
+)  # fmt: skip
+"""What is read as well, but not in the documented table: models, counts of tokens, and the fields of tool calls."""
 
 
 class Convention(NamedTuple):
@@ -84,10 +89,11 @@ class Convention(NamedTuple):
 
     @property
     def read_from(self) -> list[str]:
-        """The attributes and events that are read, as Markdown."""
-        names = dict.fromkeys([*self.kinds, *(name for names in self.values.values() for name in names), *self.also])
-        shown = [f"{name}.N.*" if name in _FLATTENED else name for name in names]
-        return [name if "`" in name else f"`{name}`" for name in shown]
+        """The attributes and events that show what a span is, its conversation and its messages, as Markdown."""
+        shown = [name for key, names in self.values.items() if key not in _NOT_SHOWN for name in names]
+        names = dict.fromkeys([*self.kinds, *shown, *self.also])
+        numbered = [f"{name}.N.*" if name in _FLATTENED else name for name in names]
+        return [name if "`" in name else f"`{name}`" for name in numbered]
 
 
 CONVENTIONS: Final = (
@@ -103,7 +109,7 @@ CONVENTIONS: Final = (
             "gen_ai.tool.call.*",
             "the event `gen_ai.client.inference.operation.details`",
         ),
-        f"without `{TOOLS}`, replies with tool calls are left out of training: the trace has no tool definitions",
+        f"without `{TOOLS}`, replies with tool calls are not trained on",
         "AgentScope 2.0, Pydantic AI 2.68.0, Vercel AI SDK 7.0.173, OpenLLMetry 0.62.4",
     ),
     Convention(
@@ -116,9 +122,9 @@ CONVENTIONS: Final = (
             "gen_ai.assistant.message",
             "gen_ai.tool.message",
             "gen_ai.choice",
-            "the body in attributes of the event, or as JSON in `gen_ai.event.content`",
+            "or as JSON in `gen_ai.event.content`",
         ),
-        "the same events as logs are not read: Flywheel receives traces only. Events have no tool definitions",
+        "not read when they are sent as logs; they have no tool definitions",
         "Pydantic AI 1.0.18 (version 1), by hand",
     ),
     Convention(
@@ -165,7 +171,7 @@ CONVENTIONS: Final = (
             _RESULT: ("langfuse.observation.output",),
         },
         (),
-        "a generation has tool definitions only where its input has `tools`, as that of `langfuse.openai`",
+        "tool definitions only from `langfuse.openai`, or an input with `tools`",
         "langfuse 3, 4 and 5",
     ),
     Convention(
@@ -189,7 +195,7 @@ CONVENTIONS: Final = (
             _RESULT: ("ai.toolCall.result",),
         },
         (),
-        "each `generateText`, `streamText`, `generateObject` and `streamObject` is a reply; embeddings are not read",
+        "each `generateText`, `streamText`, `generateObject` and `streamObject` is a reply",
         "ai 4.3.19, 5.0.277, 6.0.326 (7 sends the GenAI convention with `@ai-sdk/otel`)",
         is_json=True,
     ),
@@ -204,8 +210,8 @@ CONVENTIONS: Final = (
             _RESULT: ("tool_response",),
         },
         ("final_result", "events"),
-        "the arguments of `final_result` are the answer; `rollout.finish_tools` names output tools with other names."
-        " Version 1 with `event_mode: logs` is not read",
+        "the arguments of `final_result` (and of `rollout.finish_tools`) are the answer; version 1 with"
+        " `event_mode: logs` is not read",
         "pydantic-ai 1.0.18 (versions 1, 2, 3), 2.68.0 (versions 5, 6)",
     ),
     Convention(
@@ -228,8 +234,8 @@ CONVENTIONS: Final = (
             _RESULT: ("traceloop.entity.output",),
         },
         (),
-        "a `workflow` or `task` is a reply only where no agent is. SDKs keep 128 attributes of a span: of a longer"
-        " conversation messages are missing, which makes its prompt inexact",
+        "a `workflow` or `task` is a reply only where no agent is. SDKs keep 128 attributes of a span, which makes"
+        " prompts of long conversations inexact",
         "opentelemetry-instrumentation-openai and -langchain 0.47.5, 0.62.4, traceloop-sdk 0.47.5, 0.62.4",
         is_json=True,
         has_choices=True,
@@ -239,7 +245,7 @@ CONVENTIONS: Final = (
         {},
         {},
         ('`{"lc": 1, "type": "constructor", "id": […, "HumanMessage"], "kwargs": {…}}`, wherever messages are read',),
-        "a message that LangChain could not serialise is not read",
+        "not what LangChain could not serialise",
         "langchain-core 0.3.86, 1.8.3",
     ),
 )
