@@ -36,9 +36,9 @@ origin. Keys and passwords are masked there, so its output can be shared.
 
 The daemon reads configuration, rubric, filter chain and their functions when it starts. Restart it after a change.
 
-Files to start from are in `configs/`: `flywheel.yaml`, which `flywheel init` writes; `development.yaml` (1.5
-billion parameters) and `production.yaml` (7 billion), both with SFT before GRPO; and those of the demos,
-`demo.yaml`, `demo-agent.yaml`, `demo-real.yaml` and `demo-real-agent.yaml`. The first line of each names a JSON
+Files to start from are in `configs/`. `flywheel init` writes `flywheel.yaml`. `development.yaml` (1.5 billion
+parameters) and `production.yaml` (7 billion) have SFT before GRPO. `demo.yaml`, `demo-agent.yaml`, `demo-real.yaml`
+and `demo-real-agent.yaml` are those of the demos. The first line of each names a JSON
 Schema for editors with a YAML language server; `flywheel config schema` prints it.
 
 Files of AgentJet, ASTuner and SAGE are read as well: [moving in](../migrate.md).
@@ -79,7 +79,7 @@ With `--log-format json` each line is an object with `time`, `level`, `logger`, 
 EXAMPLES = {
     "state": "state: {dir: /srv/flywheel}",
     "sources": """sources:
-  - {path: ~/AgentScope-Studio/database.sqlite, models: {teachers: ["gpt-*"]}}
+  - {path: ~/AgentScope-Studio/database.sqlite, models: {include: ["gpt-*"]}}
   - {type: jsonl, path: logs/}
   - {type: otlp, listen: "127.0.0.1:4318"}
   - {type: calls}""",

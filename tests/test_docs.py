@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import flywheel.tuner
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config.file import Config, parse
 from flywheel.errors import Condition
@@ -27,26 +29,25 @@ from flywheel.judge.filters.pii import Pii
 from flywheel.judge.filters.rules import Rules
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.rubric.rubric import KINDS
-from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
-from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
+from flywheel.records.states import SkipReason, TaskState
+from flywheel.store.kernel.schema import SCHEMA_VERSION
 from flywheel.system.files import DOCUMENTATION_KINDS, documentation_pages
 from flywheel.system.yaml_file import sections_in
 from flywheel.training.data.export_formats import FORMATS
-from scripts.configuration_page import IN_ONE_ROW, PAGE, page
+from scripts.configuration_page import EXAMPLES, IN_ONE_ROW, PAGE, page
 from scripts.reference_pages import (
-    AGENTJET_PAGE,
     CLI_PAGE,
+    FILES_PAGE,
+    FOREIGN_KEYS,
     OTLP_PAGE,
-    STATE_PAGE,
-    TUNER_PAGE,
-    agentjet_page,
     cli_page,
+    files_page,
+    foreign_keys,
     otlp_page,
-    state_page,
-    tuner_page,
 )
 
 ROOT = Path(__file__).parent.parent
+FILTERS_PAGE = ROOT / "docs" / "reference" / "rubrics-and-filters.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -75,20 +76,38 @@ def test_every_setting_is_on_the_page_in_its_section() -> None:
     assert [f"{section}.{name}" for section, name in known if name not in told.get(section, set())] == []
 
 
-def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() -> None:
+def test_the_page_of_settings_tells_each_once_and_has_an_example_of_each_section() -> None:
+    rows = [
+        (part.split("`")[1], row)
+        for part in re.split(r"^#+ (?=`)", PAGE.read_text(), flags=re.MULTILINE)[1:]
+        for row in re.findall(r"^- (`\w+`.*)", part, re.MULTILINE)
+    ]
+    assert len(set(rows)) == len(rows)
+    assert EXAMPLES.keys() == Config.model_fields.keys()
+    assert all(yaml.safe_load(text).keys() == {section} for section, text in EXAMPLES.items())
+    agent = PAGE.read_text().split("### `rollout.agent`\n")[1]
+    assert agent.startswith("\nWho acts in a rollout. `reply`: ") and "type: program" not in PAGE.read_text()
+
+
+def test_the_pages_of_commands_files_and_keys_are_generated_from_the_code() -> None:
     assert CLI_PAGE.read_text() == cli_page(), "run: python -m scripts.reference_pages"
-    assert STATE_PAGE.read_text() == state_page(), "run: python -m scripts.reference_pages"
-    assert AGENTJET_PAGE.read_text() == agentjet_page(), "run: python -m scripts.reference_pages"
-    assert TUNER_PAGE.read_text() == tuner_page(), "run: python -m scripts.reference_pages"
+    assert FILES_PAGE.read_text() == files_page(), "run: python -m scripts.reference_pages"
+    assert FOREIGN_KEYS.read_text() == foreign_keys(), "run: python -m scripts.reference_pages"
     assert OTLP_PAGE.read_text() == otlp_page(), "run: python -m scripts.reference_pages"
 
 
-def test_every_table_and_every_state_has_its_sentence() -> None:
-    page_text = state_page()
-    assert set(re.findall(r"^### `(\w+)`\n\n[^|\n]", page_text, re.MULTILINE)) == set(metadata.tables)
-    for states in TRANSITIONS:
-        for state in states:
-            assert re.search(rf"^\| `{state.value}` \| [^|]", page_text, re.MULTILINE)
+def test_the_signatures_of_the_python_api_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "reference" / "python.md").read_text()
+    told = re.findall(r"^    (?:await )?(\w+)\(([^)]*)\)$", text, re.MULTILINE)
+    assert {name for name, _ in told} == {*flywheel._PLACES}
+    for name, parameters in told:
+        plain = [
+            each.replace(annotation=inspect.Parameter.empty)
+            for each in inspect.signature(getattr(flywheel, name)).parameters.values()
+        ]
+        assert f"({' '.join(parameters.split())})" == str(inspect.Signature(plain)), name
+    rows = {name for names in re.findall(r"^- (`.*?`):", text, re.MULTILINE) for name in re.findall(r"\w+", names)}
+    assert {*inspect.signature(flywheel.tune).parameters, *flywheel.tuner.TuneResult.__dataclass_fields__} <= rows
 
 
 @pytest.mark.slow
@@ -242,8 +261,9 @@ def first_cells(page_text: str, head: str) -> set[str]:
 
 def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() -> None:
     docs = {path.stem: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    assert first_cells(docs["rubrics"], "| type | is met when | `value` |") == set(KINDS)
-    assert first_cells(docs["export"], "| format | file | read by | columns |") == set(FORMATS)
+    reference = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert first_cells(docs["rubrics-and-filters"], "| type | is met when | `value` |") == set(KINDS)
+    assert first_cells(reference["files"], "| format | file | read by | columns |") == set(FORMATS)
     servers = docs["troubleshooting"].split("## Conditions of servers")[1]
     assert first_cells(servers, "| condition |") == {condition.value for condition in Condition} | {
         "not looked at yet"
@@ -258,7 +278,7 @@ def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() ->
     ],
 )  # fmt: skip
 def test_the_page_of_filters_has_every_parameter_and_its_default(name: str, settings: type[BaseModel]) -> None:
-    section = (ROOT / "docs" / "reference" / "filters.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    section = re.split(r"\n##+ ", FILTERS_PAGE.read_text().split(f"\n### {name}\n")[1])[0]
     named = set(re.findall(r"`(\w+)`", section))
     assert set(settings.model_fields) <= named
     for names, default in re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE):
@@ -270,16 +290,17 @@ def test_the_page_of_filters_has_every_parameter_and_its_default(name: str, sett
 
 
 def test_every_type_of_filter_has_its_section() -> None:
-    text = (ROOT / "docs" / "reference" / "filters.md").read_text()
-    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(FILTERS)
+    text = FILTERS_PAGE.read_text().split("\n## Filter chains\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^### (\w+)$", text, re.MULTILINE)) == set(FILTERS)
 
 
 def test_every_variable_of_the_environment_that_is_ours_is_on_its_page() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "flywheel").rglob("*.py"))
     read = re.findall(r"""(?:environ(?:\.get\(|\[)|envvar=|_VARIABLE(?:: Final)? = )"(FLYWHEEL_\w+)\"""", code)
-    page_text = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    page_text = PAGE.read_text().split("\n## Environment variables\n")[1]
     internal = {name for name in read if f'_VARIABLE: Final = "{name}"' in code or f'_VARIABLE = "{name}"' in code}
-    assert set(read) - internal == set(re.findall(r"^\| `(FLYWHEEL_\w+)` \|", page_text, re.MULTILINE))
+    rows = re.findall(r"^- (`FLYWHEEL_\w+`.*?):", page_text, re.MULTILINE)
+    assert set(read) - internal == set(re.findall(r"FLYWHEEL_\w+", " ".join(rows)))
 
 
 def test_the_changelog_names_the_schema_of_the_state() -> None:

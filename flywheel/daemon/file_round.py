@@ -232,7 +232,7 @@ def tasks_of(
     stages = config.training.kinds
     if not compares and "grpo" in stages:
         why = "its rollouts get no rewards: there is no rubric"
-        raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
+        raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics-and-filters`.")
     if train is None:
         raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
     tasks = read_tasks([train], names.data, config, python, compares=compares, read=read)

@@ -65,9 +65,9 @@ NOT_INSPECTED: Final = ReplicaState("", "", "", None, None)
 """What is shown of a configured server before its first inspection."""
 
 Facts = dict[str, Any]
-"""Facts by the keys that `--json` prints (`flywheel docs json`). A value may be the record of its source: the counts
-of prompts and of the newest verdicts, a `StageRecord`, the `WatchFigures` of a watch, the `RoundProgress` of a live
-round, the `Comparison` of a round, without single scores."""
+"""Facts by the keys that `--json` prints (`json-output.json` of the reference). A value may be the record of its
+source: the counts of prompts and of the newest verdicts, a `StageRecord`, the `WatchFigures` of a watch, the
+`RoundProgress` of a live round, the `Comparison` of a round, without single scores."""
 
 
 def as_json(facts: Facts) -> Facts:

@@ -128,7 +128,9 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
             labels.append(LabelledReply(name, exchange, accept, str(line.get("reason") or ""), task, _people(line)))
     if problems:
         more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
-        raise ConfigError(attempted, "; ".join(problems[:_MAX_PROBLEMS]) + more, "See `flywheel docs rubrics`.")
+        raise ConfigError(
+            attempted, "; ".join(problems[:_MAX_PROBLEMS]) + more, "See `flywheel docs write-a-rubric`."
+        )
     if not labels:
         raise ConfigError(attempted, "it has no label", "Each line needs a question, an answer and a verdict.")
     return LabelFile(tuple(labels), count - len(labels))

@@ -98,5 +98,5 @@ def ground_truth_of(line: Mapping[str, Any]) -> GroundTruth:
         raise ConfigError(
             f"read the ground truth of {task}",
             str(error),
-            "Correct it in the task file; see `flywheel docs agent-metrics`.",
+            "Correct it in the task file; see `flywheel docs rubrics-and-filters`.",
         ) from None

@@ -37,7 +37,7 @@ def named(expression: str) -> set[str]:
 
 
 def test_rules_and_panels_name_metrics_that_are() -> None:
-    page = set(re.findall(r"^\| `(flywheel_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text(), re.M))
+    page = set(re.findall(r"^- `(flywheel_\w+)", (ROOT / "docs" / "reference" / "files.md").read_text(), re.M))
     used = set().union(*map(named, [*expressions(), *(rule["expr"] for rule in RULES)]))
     assert used - page == set()
     for series in ("phase", "step", "reward", "kl", "tokens_per_second"):

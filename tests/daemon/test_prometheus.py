@@ -12,7 +12,7 @@ from flywheel.store.stages import StageRecord
 from flywheel.store.watches import ArmFigures
 from tests.factories.metrics import by, parsed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
 AT = "2026-11-22T10:00:00+00:00"
 ODD = 'od"d\\na\nme.sqlite'
 """With everything in it that the format escapes."""
@@ -75,11 +75,11 @@ def test_every_metric_has_a_value_and_the_labels_of_its_page_and_no_other_is_the
     text = exposition(facts("")).decode()
     labels = {
         name.removesuffix("_total"): set(re.findall(r"\w+", named))
-        for name, named in re.findall(r"^\| `(flywheel_\w+)` \|([\w, ]*)\|", PAGE, re.M)
+        for name, named in re.findall(r"^- `(flywheel_\w+)`(?: \(([\w, ]*)\))?: ", PAGE, re.M)
     }
     found = parsed(text)
     assert set(found) == set(labels)
-    assert set(re.findall(r"^# TYPE (\S+)", text, re.M)) == set(re.findall(r"^\| `(flywheel_\w+)", PAGE, re.M))
+    assert set(re.findall(r"^# TYPE (\S+)", text, re.M)) == set(re.findall(r"^- `(flywheel_\w+)", PAGE, re.M))
     for name, samples in found.items():
         if name != f"flywheel_{NOT_HERE}":
             assert samples, name

@@ -277,15 +277,15 @@ def test_other_names_are_refused(name: str, said: str) -> None:
 
 
 def test_the_page_has_every_metric_and_every_name_of_sage() -> None:
-    page = (ROOT / "docs" / "reference" / "agent-metrics.md").read_text()
-    definitions, names = page.split("\n## Definitions\n")[1], page.split("\n## SAGE's names\n")[1]
-    assert re.findall(r"^\| `(\w+)` \|", definitions.split("\n## ")[0], re.M) == list(METRICS)
+    page = (ROOT / "docs" / "reference" / "rubrics-and-filters.md").read_text()
+    definitions, names = page.split("\n### Definitions\n")[1], page.split("\n### SAGE's names\n")[1]
+    assert re.findall(r"^\| `(\w+)` \|", definitions.split("\n### ")[0], re.M) == list(METRICS)
     rows = re.findall(r"^\| (`.+`) \| `(\w+)` \|$", names, re.M)
     assert {short: full for shorts, full in rows for short in re.findall(r"\w+", shorts)} == dict(SHORT_NAMES)
 
 
 def test_the_page_s_example_is_ground_truth() -> None:
-    page = (ROOT / "docs" / "reference" / "agent-metrics.md").read_text()
+    page = (ROOT / "docs" / "reference" / "rubrics-and-filters.md").read_text()
     truth = ground_truth_of(json.loads(page.split("```json\n")[1].split("```")[0]))
     assert (truth.target_tools, truth.optimal_steps, truth.answer) == (("search", "read"), 2, "7 °C")
     assert measure(Attempt(made("search", "{}", "x"), "7 °C", True), truth)["timing_precision"] == 1

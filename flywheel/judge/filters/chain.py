@@ -43,7 +43,7 @@ from flywheel.system.limited_call import FunctionError
 from flywheel.system.shortage import shortage_of
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
-REMEDY: Final = "Correct the file; see `flywheel docs filters`."
+REMEDY: Final = "Correct the file; see `flywheel docs rubrics-and-filters`."
 Line = Mapping[str, Any]
 Parameters = Pii | Rules | PythonFile | Influence | Deduplication | LlmEvaluate
 FILTERS: Final[Mapping[str, tuple[int, type[Parameters]]]] = {

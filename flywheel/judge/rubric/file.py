@@ -28,7 +28,7 @@ from flywheel.system.files import MAX_GIVEN_DATA_BYTES, expanded, read_given
 from flywheel.system.python_files import imported_modules
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, path_of, read_yaml
 
-REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
+REMEDY: Final = "Correct the file; see `flywheel docs rubrics-and-filters`."
 _MAX_REPORTED: Final = 200
 """Problems that are reported; each is looked for in all of the file."""
 _ESCAPES: Final = {
