@@ -13,7 +13,7 @@ import pytest
 from typer.core import TyperGroup
 
 from flywheel import errors
-from flywheel.cli.app import EXIT_UNREAD
+from flywheel.cli.app import ALIASES, EXIT_UNREAD
 from flywheel.cli.entry_point import EXIT_INTERRUPTED
 from tests.factories import commands
 
@@ -67,6 +67,7 @@ def options(command: Any) -> set[str]:
 def target(root: TyperGroup, words: list[str]) -> tuple[Any, list[str]]:
     """The command that is meant, and the words behind its name."""
     command: Any = root
+    words = [ALIASES.get(words[0], words[0]), *words[1:]] if words else words
     while isinstance(command, TyperGroup) and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
     return command, words

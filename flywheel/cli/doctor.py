@@ -12,7 +12,7 @@ import typer
 
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, load_config, print_json, run_async
-from flywheel.cli.tables import calls_and_tokens, forecast_text, print_facts, short_path
+from flywheel.cli.tables import estimated, forecast_text, print_facts, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
@@ -107,15 +107,13 @@ def show_plan(path: Path | None, *, as_json: bool) -> None:
     ]
     for name, memory in (("server", found.server), ("engine", found.engine), ("trainer", found.trainer)):
         rows.append((name, _bytes(memory.total), _memory_text(memory)))
-    if found.tasks is None:
+    if not found.judging:
         rows.append(("judging", UNKNOWN, "the state has no verdict of a judge yet; see `flywheel filter --estimate`"))
-    else:
-        mean = f"by the mean of {quantity(found.verdicts, 'verdict')}"
-        used = calls_and_tokens(found.tasks.as_json(), about="about ")
-        rows.append(("judging", quantity(found.tasks.answers, "task"), f"{used}, {mean}"))
-    if found.round is not None:
-        used = calls_and_tokens(found.round.as_json(), about="about ")
-        rows.append(("", "a round", f"at most {quantity(found.round.answers, 'answer')}: {used}"))
+    for name, used in found.judging.items():
+        answers = f"a {name}, at most {quantity(used['answers'], 'answer')}" if name == "round" else "1,000 tasks"
+        rows.append(
+            ("judging", "", f"{answers}: {estimated(used)}, as in the last {quantity(used['learned_from'], 'call')}")
+        )
     print_facts(rows)
 
 

@@ -175,7 +175,10 @@ def print_rows(
     `columns` names the cells and the details. Cells of the columns in `fold` may continue on the next line.
     """
     if wide <= console.width:
-        console.print(rows_table(columns, rows, fold=fold, expand=console.width < UNBROKEN))
+        table = rows_table(columns, rows, fold=fold)
+        # Columns share the width by their ratio only where their texts do not all fit.
+        table.expand = console.width < console.measure(table).maximum
+        console.print(table)
     else:
         _print_lines(console, columns, rows)
 
@@ -295,13 +298,12 @@ def estimated(estimate: Mapping[str, Any]) -> str:
     """Expected calls, tokens and cost."""
     if not estimate["calls"]:
         return "no call"
-    text = calls_and_tokens(estimate, about="about ")
+    text = _calls_and_tokens(estimate, about="about ")
     more = estimate["more_calls_if_close"]
     return f"{text}; up to {quantity(more, 'more call', 'more calls')} if scores are close" if more else text
 
 
-def calls_and_tokens(used: Mapping[str, Any], about: str = "") -> str:
-    """Calls, tokens and cost in a few words."""
+def _calls_and_tokens(used: Mapping[str, Any], about: str = "") -> str:
     priced = f", {money(used['cost'])}" if used["cost"] is not None else ""
     tokens = f"{about}{quantity(used['prompt_tokens'], 'token')} sent, {used['completion_tokens']:,} received"
     return f"{quantity(used['calls'], 'call')}, {tokens}{priced}"
@@ -369,9 +371,9 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if (more := len(diff["flips"]) - FLIPS_SHOWN) > 0:
         console.print(f"\n… and {more:,} more; `--json` lists them all")
     without_cache, with_cache = (diff["judge_all"][name] for name in ("without_cache", "with_cache"))
-    console.print(f"\njudge all {diff['compared']:,} with the new rubric: {calls_and_tokens(without_cache)}")
-    console.print(f"the same with what is stored now: {calls_and_tokens(with_cache)}")
-    console.print(f"this comparison took: {calls_and_tokens({**diff['usage'], 'cost': diff['cost']})}")
+    console.print(f"\njudge all {diff['compared']:,} with the new rubric: {_calls_and_tokens(without_cache)}")
+    console.print(f"the same with what is stored now: {_calls_and_tokens(with_cache)}")
+    console.print(f"this comparison took: {_calls_and_tokens({**diff['usage'], 'cost': diff['cost']})}")
     console.print(f"({estimate_basis(without_cache)})")
 
 

@@ -7,6 +7,7 @@ Whatever does not follow from these is None. Nothing is loaded and nobody is ask
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from msgspec import Struct, to_builtins
@@ -57,31 +58,16 @@ class Memory(Struct, frozen=True):
     cache_tokens: int | None = None
 
 
-class Judging(Struct, frozen=True):
-    """The judge's usage for so many answers, by the mean of the newest verdicts, and its cost."""
-
-    answers: int
-    calls: int
-    prompt_tokens: int
-    completion_tokens: int
-    cost: dict[str, Any] | None
-
-    def as_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = to_builtins(self)
-        return made
-
-
 class ResourcePlan(Struct, frozen=True):
-    """`engine` is one of a round's. Judging is by the mean of so many `verdicts`, and None without one."""
+    """`engine` is one of a round's. `judging` are estimates of judging (`Cost.json`) with the number of `answers`: of
+    so many tasks, and of a round if it asks the judge. Empty without a verdict in the state."""
 
     model: ModelSizes
     gpus: list[Gpu]
     server: Memory
     engine: Memory
     trainer: Memory
-    verdicts: int
-    tasks: Judging | None
-    round: Judging | None
+    judging: dict[str, dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
         made: dict[str, Any] = to_builtins(self)
@@ -102,16 +88,13 @@ async def plan_of(config: Config) -> ResourcePlan:
         "adapter_and_optimizer": _times(sizes.adapter_weights, training.lora.r * OPTIMIZED),
         "activations": _times(sizes.layer_numbers, ACTIVATIONS * sizes.number_bytes * tokens),
     }
-    verdicts, of_tasks, of_round = await _judging(config)
     return ResourcePlan(
         sizes,
         gpus,
         _engine(sizes, slots, serving.max_model_len or sizes.context, _times(memory, server_share(config))),
         _engine(sizes, loaded, rollout.max_model_len, _times(memory, of_engine)),
         Memory(trained, _sum(trained), tokens, _times(memory, of_trainer)),
-        verdicts,
-        of_tasks,
-        of_round,
+        await _judging(config),
     )
 
 
@@ -159,20 +142,18 @@ def answers_of_round(config: Config, held_out: int) -> int:
     return rollouts + 2 * tasks * config.gate.samples_for(tasks)
 
 
-async def _judging(config: Config) -> tuple[int, Judging | None, Judging | None]:
-    """The number of verdicts that are known, and the usage of `TASKS` tasks and of a round."""
+async def _judging(config: Config) -> dict[str, dict[str, Any]]:
     if not found_version(config.state_dir):
-        return 0, None, None
+        return {}
     count, *used = await read_once(config.state_dir, usage_of_newest)
-
-    def of(answers: int) -> Judging | None:
-        if not count:
-            return None
-        calls, sent, received = (round(answers * each / count) for each in used)
-        return Judging(answers, calls, sent, received, cost_of(calls, sent, received, config.judge.prices).price)
-
     found = await read_once(config.state_dir, forecast, config)
-    return count, of(TASKS), of(answers_of_round(config, found.held_out)) if has_judge(config) else None
+    answers = {"tasks": TASKS} | ({"round": answers_of_round(config, found.held_out)} if has_judge(config) else {})
+    estimates = {}
+    for name, number in answers.items() if count else ():
+        calls, sent, received = (round(number * each / count) for each in used)
+        cost = cost_of(calls, sent, received, config.judge.prices)
+        estimates[name] = {"answers": number, **replace(cost, learned_from=used[0]).json()}
+    return estimates
 
 
 def _engine(sizes: ModelSizes, bytes_of_rank_1: int, tokens: int | None, available: int | None) -> Memory:

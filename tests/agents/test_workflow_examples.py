@@ -133,9 +133,7 @@ async def test_environments_of_their_own(tmp_path: Path, folder: str, make: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "aliases"), [("train/your-agent.md", ()), ("how-to/several-agents.md", ("planner", "writer"))]
-)
+@pytest.mark.parametrize(("page", "aliases"), [("train/your-agent.md", ()), ("cookbook.md", ("planner", "writer"))])
 async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tuple[str, ...]) -> None:
     text = (ROOT / "docs" / page).read_text()
     [function] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -37,7 +38,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a demo, and what it printed."""
     folder = tmp_path_factory.mktemp("shown") / "demo"
     command = [*DEMO, "--no-browser", "--dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    wide = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(command, env=wide, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -74,6 +76,33 @@ def test_the_table(shown: tuple[Path, str]) -> None:
         check=False,
     )
     assert again.returncode == EXIT_FAILED and "is not empty" in again.stderr
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def outputs(page: str, mark: str) -> list[str]:
+    """The lines of the block that has this text, without blanks at their ends and between cells."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    [block] = [each for each in blocks if mark in each]
+    return [" ".join(line.split()) for line in block.splitlines() if line.strip() not in ("", "…")]
+
+
+@pytest.mark.slow
+def test_the_pages_show_what_it_prints(shown: tuple[Path, str]) -> None:
+    folder, printed = shown
+    told = [printed]
+    for command in (["why", "r0001"], ["rollouts", "r0001"]):
+        arguments = [sys.executable, "-m", "flywheel", *command, "-c", str(folder / "flywheel.yaml")]
+        told.append(
+            subprocess.run(arguments, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True).stdout
+        )
+    lines = {" ".join(line.split()) for line in "\n".join(told).splitlines()}
+    for page, mark in (
+        ("README.md", "answered by"),
+        *(("docs/start/first-round.md", each) for each in ("held-out:", "step 1")),
+    ):
+        assert set(outputs(page, mark)) <= lines
 
 
 @pytest.mark.slow

@@ -534,14 +534,16 @@ def test_the_plan_has_the_memory_and_what_judging_takes(bench: Bench, tmp_path: 
     used = bench.run("filter", "--json").json["usage"]
     assert used["calls"] > 0
     told = bench.run("doctor", "--plan", "--json").json
-    assert told["verdicts"] > 0
-    each = {name: used[name] / told["verdicts"] for name in ("calls", "prompt_tokens", "completion_tokens")}
-    for part in (told["tasks"], told["round"]):
-        for name, mean in each.items():
-            assert part[name] == pytest.approx(mean * part["answers"], abs=1)
+    names = ("calls", "prompt_tokens", "completion_tokens")
+    for part in (told["judging"]["tasks"], told["judging"]["round"]):
+        # Each verdict took one call.
+        assert part["calls"] == part["answers"]
+        for name in names:
+            assert part[name] == pytest.approx(used[name] / used["calls"] * part["answers"], abs=1)
         expected = (part["prompt_tokens"] * 0.5 + part["completion_tokens"] * 2.0) / 1e6
         assert part["cost"] == {"amount": pytest.approx(expected, abs=1e-6), "currency": "EUR"}
-    assert told["tasks"]["answers"] == 1000
+    assert told["judging"]["tasks"]["answers"] == 1000
+    assert told["judging"]["round"]["learned_from"] == used["calls"]
     shown = bench.run("doctor", "--plan").out
-    assert "1,000 tasks" in shown and f"at most {told['round']['answers']:,} answers" in shown
+    assert "1,000 tasks" in shown and f"at most {told['judging']['round']['answers']:,} answers" in shown
     assert shown.count(" EUR") == 2

@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flywheel.cli.tables import verdict_table
+from flywheel.cli.tables import Row, print_rows, stdout, verdict_table
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
@@ -174,3 +174,15 @@ def test_help_is_asked_for_in_short_too(flywheel: Run, arguments: list[str]) -> 
     ran = flywheel(*arguments)
     assert ran.code == 0
     assert "-h, --help" in ran.out
+
+
+def test_a_table_that_fits_is_as_wide_as_its_texts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(("7 plus 4?", "It is 11.", "accepted")), Row(("1 plus 1?", "The answer is 2.", "accepted"))]
+    for columns, fits in (("100", True), ("30", False)):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_rows(stdout(), ("question", "answer", "verdict"), rows, wide=0, fold=("answer",))
+        told = capsys.readouterr().out
+        assert ("The answer is 2." in told) is fits
+        assert max(len(line.rstrip()) for line in told.splitlines()) <= 50

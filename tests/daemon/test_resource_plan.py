@@ -73,7 +73,7 @@ async def test_what_a_trainer_on_an_h100_took(tmp_path: Path, monkeypatch: pytes
 async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = await planned(monkeypatch, config_of(tmp_path / "m", {}))
     assert (nothing.engine.total, nothing.server.total, nothing.trainer.total) == (None, None, None)
-    assert (nothing.verdicts, nothing.tasks, nothing.round) == (0, None, None)
+    assert nothing.judging == {}
     experts = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "num_experts": 128}))
     assert (experts.cache_bytes, experts.adapter_weights) == (147_456, None)
     latent = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "kv_lora_rank": 512}))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flywheel.cli.demo import judge as scripted_judge
 from tests.factories.judge_server import JudgeServer
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +34,12 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {verdict.outcome.value for verdict in names["verdicts"]} == {"accepted", "rejected"}
     assert len(names["table"]) == 100
     assert 0 < names["results"].mean().min() < 1
+
+
+def test_the_cookbook_judges_as_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "cookbook.md").read_text()
+    [(code, shown)] = re.findall(r"```\n(import json\n.*?)```\n\nIt prints `([^`]*)`", page, re.DOTALL)
+    monkeypatch.chdir(ROOT / "examples" / "judge_100")
+    with scripted_judge.running() as address:
+        exec(code.replace("http://127.0.0.1:4401/v1", address), {})
+    assert capsys.readouterr().out == f"{shown}\n"

@@ -156,7 +156,7 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_shows_a_search_as_it_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "tool-retrieval.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text()
     defined: dict[str, Any] = {}
     exec(re.findall(r"```\n(import flywheel.*?)```", page, re.DOTALL)[0], defined)
     assert [each["function"]["name"] for each in defined["offered"]] == ["get_weather"]
