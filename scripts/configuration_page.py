@@ -12,6 +12,7 @@ from typing import Any
 
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config.file import Config
+from flywheel.config.section import Section
 from flywheel.judge.file_schemas import docstrings
 from flywheel.system.yaml_file import sections_in
 
@@ -124,6 +125,7 @@ def _sections(annotation: Any, key: str, said: str, *, is_inner: bool = False) -
     if said and not is_inner:
         yield f"{_text(said)}\n"
     for tag, section in sections_in(annotation).items():
+        assert issubclass(section, Section)
         texts = docstrings(section)
         rows = [
             f"- `{name}`{_default(info)}: {_text(texts[name])}"

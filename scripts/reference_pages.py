@@ -97,9 +97,9 @@ def cli_page() -> str:
     with_json = "These commands take `--json`, which prints one [JSON object](files.md#json-output) and nothing else:"
     parts = [CLI_HEAD, "## Options of all commands", "", "They may stand before or after the command.", ""]
     parts += [*_options(root.params), "", with_json, "", *(f"    {line}" for line in named), ""]
-    for title, names in GROUPS.items():
+    for title, modules in GROUPS.items():
         parts += [f"## {title} commands", ""]
-        for name in names:
+        for name in modules:
             parts += _command(f"flywheel {name}", root.commands[name], "###")
     return "\n".join(parts)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -13,8 +15,12 @@ from rich.markdown import Markdown
 from flywheel.cli.app import app
 from flywheel.system.files import documentation_pages, shipped_folder
 
-SCHEMAS: Final = "json-output"
-"""The schemas of what `--json` prints, which are no page of prose."""
+DATA: Final[Mapping[str, str]] = {
+    "json-output.json": "JSON Schemas of what `--json` prints",
+    "foreign-keys.tsv": "What becomes of each key of AgentJet, ASTuner and Trinity-RFT, and of their command lines",
+    "sage-options.tsv": "SAGE's options, with both defaults and why they differ",
+}
+"""Files of the reference that are no pages of prose."""
 
 
 @app.command()
@@ -24,18 +30,19 @@ def docs(
     ] = None,
 ) -> None:
     """Show a page of the documentation."""
-    pages = documentation_pages() | {SCHEMAS: shipped_folder() / "docs" / "reference" / f"{SCHEMAS}.json"}
+    reference = shipped_folder() / "docs" / "reference"
+    data = {Path(name).stem: about for name, about in DATA.items()}
+    pages = documentation_pages() | {Path(name).stem: reference / name for name in DATA}
     if page is None:
         width = max(map(len, pages)) + 2
         for name, path in pages.items():
-            about = "JSON Schemas of what `--json` prints"
-            title = about if name == SCHEMAS else path.read_text().partition("\n")[0].lstrip("# ")
+            title = data.get(name) or path.read_text().partition("\n")[0].lstrip("# ")
             typer.echo(f"{name:<{width}}{title}")
         return
     if page not in pages:
         raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")
     text = pages[page].read_text()
-    if page == SCHEMAS or sys.stdout is None or not sys.stdout.isatty():
+    if page in data or sys.stdout is None or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
     console = Console()

@@ -206,7 +206,7 @@ def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypat
 
 def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
     pages = {line.split("  ")[0] for line in flywheel("docs").out.splitlines()}
-    assert {"judge-100-replies", "configuration", "rubrics-and-filters", "json-output"} <= pages
+    assert {"judge-100-replies", "configuration", "rubrics-and-filters", "json-output", "foreign-keys"} <= pages
     assert flywheel("docs", "cli").out == (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert json.loads(flywheel("docs", "json-output").out)["$defs"].keys() > {"status", "why"}
     ran = flywheel("docs", "nothing")
