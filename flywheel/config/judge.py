@@ -47,16 +47,16 @@ class JudgeSettings(Section):
     """Environment variable with the key, or several as `k1|k2`, used in turn. A refused or rate-limited key rests
     for a while. Endpoints without keys need none."""
     backup: BackupJudge | None = None
-    """Asked instead where the judge refuses its key, or its quota is used up."""
+    """Used while the judge refuses every key or cannot be reached."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of an answer. Default: the rubric's."""
     response_format: Literal["auto", "schema", "tool", "json", "text"] = "auto"
-    """How a verdict is asked for: a strict JSON `schema`, a forced `tool` call, `json_object` mode, or words alone
+    """How a verdict is asked for: a strict JSON `schema`, a forced `tool` call, `json` mode, or words alone
     (`text`). `auto`: the first of schema, tool and text that the endpoint accepts."""
     omit: tuple[Literal["seed", "temperature"], ...] = ()
-    """Parameters that are never sent, for models that refuse them."""
+    """Parameters (`seed`, `temperature`) that are never sent, for models that refuse them."""
     max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)
     """Maximum calls in flight, up to 1024. Reduced while the endpoint is rate-limiting."""
     requests_per_minute: int | None = Field(default=None, gt=0)

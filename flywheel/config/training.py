@@ -792,8 +792,8 @@ class SuiteSettings(Section):
     rubric: UserPath | None = None
     """Path of their rubric. Default: that of the round."""
     margin: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Largest acceptable loss in score (0…1), at `gate.confidence`: more prevents a promotion. Sets with too few
-    tasks for it are refused. Default: reported only."""
+    """Largest acceptable loss in score (0…1): the lower bound of the gain, at `gate.confidence`, must be above minus
+    it. Sets with too few tasks for that are refused. Default: the set is only reported."""
 
 
 class GateSettings(Section):
