@@ -75,7 +75,7 @@ class Config(Section):
     sources: list[SourceSettings] = Field(
         default_factory=lambda: list[SourceSettings]([StudioSource()]), max_length=MAX_SOURCES
     )
-    """The sources to watch, at most 256. Default: the default path of Studio's database."""
+    """Where replies are read. Default: Studio's database at its default path."""
     ingest: IngestSettings = IngestSettings()
     privacy: PrivacySettings = PrivacySettings()
     judge: JudgeSettings = JudgeSettings()
@@ -87,8 +87,8 @@ class Config(Section):
     tracking: TrackingSettings = TrackingSettings()
     gate: GateSettings = GateSettings()
     targets: dict[str, TargetSettings] = Field(default={}, max_length=MAX_TARGETS)
-    """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own; at most 64.
-    Default: one target, `model.alias`, for the replies of all agents."""
+    """Agents that are trained separately, by name, each with an alias, rounds and a gate. Default: one target,
+    `model.alias`, for all replies."""
     serving: ServingSettings = ServingSettings()
     deploy: DeploySettings = DeploySettings()
     ray: RaySettings = RaySettings()

@@ -36,7 +36,7 @@ Address = Annotated[str, AfterValidator(_address)]
 class ModelFilter(Section):
     include: list[str] = []
     """Models whose replies are trained on, besides the alias, its versions and its base: names or patterns, `*` for
-    all. Other replies are judged, but not used by training and gate."""
+    all. Other replies are only judged."""
     exclude: list[str] = []
     """Models whose replies are never trained on: names or patterns."""
     teachers: list[str] = []
@@ -97,8 +97,8 @@ class CallsSource(Section):
     type: Literal["calls"]
     """Replies found in the calls that `flywheel serve` has recorded."""
     idle_minutes: float = Field(default=60.0, gt=0)
-    """A call continues a conversation whose last call ended at most this many minutes before. A reply that waits
-    longer for its tools is unfinished."""
+    """A call continues a conversation whose last call ended at most so long before. A reply that waits longer for
+    its tools is unfinished."""
     models: ModelFilter = ModelFilter()
 
 

@@ -45,7 +45,7 @@ class JudgeSettings(Section):
     """OpenAI-compatible endpoint, to which replies are sent. Default: `$OPENAI_BASE_URL`."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable with the key, or several as `k1|k2`, used in turn. A refused or rate-limited key rests
-    for a while. Endpoints without keys need none."""
+    for a while."""
     backup: BackupJudge | None = None
     """Used while the judge refuses every key or cannot be reached."""
     temperature: float | None = Field(default=None, ge=0)

@@ -41,8 +41,8 @@ class NotifySettings(Section):
     secret_env: str | None = None
     """Environment variable with the key that signs notices (Standard Webhooks: `webhook-signature`)."""
     command: Annotated[list[str], Field(min_length=1), BeforeValidator(_words)] | None = None
-    """A program with its arguments, which gets a notice as JSON on standard input. It is started without a shell and
-    without keys in its environment. Exit code 0: delivered."""
+    """A program with its arguments, which gets a notice as JSON on standard input. It has no shell and no keys. Exit
+    code 0: delivered."""
     on: list[NoticeType] = Field(min_length=1)
     """What to notify of: `passed` (a candidate waits for a person), `promoted`, `rejected`, `rolled_back`,
     `watch_inconclusive` (a canary cannot be decided), `judge_failing`, `budget_spent`, `dead_letters`,

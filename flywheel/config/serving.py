@@ -107,9 +107,8 @@ class ServingSettings(Section):
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
     start: Literal["auto", "wait"] = "auto"
-    """What the alias answers after a start of the server. `auto`: the last adapter, or the base model if none is
-    recorded; 503 with the reason if the adapter cannot be loaded. `wait`: answer 503 until the daemon has set the
-    adapter. Use it for replicas that start with an empty state, as on Kubernetes."""
+    """What the alias answers after a start. `auto`: the last adapter, or the base model if none is recorded. `wait`:
+    503 until the daemon has set the adapter, for replicas that start with an empty state, as on Kubernetes."""
     adopt: UserPath | None = None
     """Folder that `deploy.publish` writes. A server without a record starts with what `current.json` names there,
     also without the daemon."""
@@ -169,9 +168,9 @@ class DaemonSettings(Section):
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
     """A worker that runs longer is stopped and its round abandoned."""
     on_stop: Literal["stop", "detach"] = "stop"
-    """What happens to a running round when `flywheel run` stops. `stop`: its worker ends, and the next start goes on
-    from its last checkpoint. `detach`: it goes on, and the next start adopts it. Refused in containers; systemd
-    needs a drop-in."""
+    """A running round when `flywheel run` stops. `stop`: its worker ends, and the next start goes on from its last
+    checkpoint. `detach`: it goes on, and the next start adopts it. Containers refuse that; systemd needs a
+    drop-in."""
     reconcile_seconds: float = Field(default=15.0, gt=0)
     """Interval at which servers are compared with the deployed adapter."""
     metrics: Address | None = "127.0.0.1:9464"

@@ -105,8 +105,8 @@ class TriggerSettings(Section):
     max_samples: int = Field(default=2048, gt=0)
     """Maximum samples of a round: first those in the fewest finished rounds, then the oldest."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
-    """A schedule (crontab, UTC) on which a round also starts, with `cron_min_samples`. 0 and 7 are Sunday; `@daily`
-    and its kind work. Of restricted day of month and day of week, one suffices."""
+    """A schedule (crontab, UTC) on which a round also starts, with `cron_min_samples`. `@daily` and its kind work.
+    Of restricted day of month and day of week, one suffices."""
     cron_min_samples: int = Field(default=8, gt=0)
     """Minimum samples for a scheduled round."""
     min_held_out: int | None = Field(default=None, gt=0)
@@ -132,8 +132,8 @@ class ModelSettings(Section):
     """The stable model name that agents call, without an `@`. Versions are `ALIAS@rNNNN`. With `targets`, each has
     its own."""
     trainer_quantization: Quantization | None = None
-    """Hold the trainer's frozen base model in `4bit` or `8bit` (extra `quantized`), to save GPU memory. Needs a GPU.
-    The round fails if the first step's `logprob_gap` is above 0.2. Experimental."""
+    """Hold the trainer's frozen base model in `4bit` or `8bit` (extra `quantized`), to save GPU memory. The round
+    fails if the first step's `logprob_gap` is above 0.2. Experimental."""
 
 
 class TargetSettings(Section):
@@ -227,8 +227,8 @@ class CoresetSettings(Section):
     """New samples of a round, as far as `trigger.max_samples` and the steps allow."""
     strategy: Literal["random", "diversity", "loss_topk", "hybrid"] = "random"
     """`random`: of those in the fewest finished rounds. `diversity`: questions with the fewest words in common.
-    `loss_topk` (SFT): the least likely replies of a pool four times as large, without the top 1 %. `hybrid` (SFT):
-    60 % by `loss_topk`, the rest by `diversity`."""
+    `loss_topk` (SFT): the least likely replies of a pool four times as large, but its top 1 %. `hybrid` (SFT): 60 %
+    by `loss_topk`, the rest by `diversity`."""
 
     @property
     def is_by_loss(self) -> bool:
@@ -309,8 +309,7 @@ class GrpoSettings(Section):
     (times `rollout.reward.range`), or nothing."""
     importance: Literal["truncated", "engine"] = "truncated"
     """How differences between engine and trainer log-probabilities are corrected. `truncated`: each token's loss is
-    multiplied by its ratio, at most `importance_cap`. `engine`: the engine's are the old policy, clipped from the
-    first update."""
+    multiplied by its ratio, at most `importance_cap`. `engine`: the engine's are the old policy."""
     importance_cap: float = Field(default=3.0, ge=1)
     """Upper limit of that ratio."""
     mask_truncated: bool = False
@@ -401,11 +400,10 @@ class TasksSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     stages: Annotated[list[StageEntry], Field(min_length=1)] = ["grpo"]
-    """The stages of a round in order: `sft` trains on accepted replies, `dpo` on pairs of replies, `grpo` on
-    rollouts. Each starts from the adapter before; the gate tests the last. A stage may have settings of its own,
-    such as `sft: {samples: 1000, epochs: 1}`. They are the keys of `training.sft` and `training.dpo` (but `margin`),
-    or for `grpo` those from `steps` to `max_grad_norm` here. `samples` is the largest number of tasks that it
-    takes."""
+    """The stages of a round in order: `sft` trains on accepted replies, `dpo` on pairs, `grpo` on rollouts. Each
+    starts from the adapter before; the gate tests the last. One may have settings of its own, such as `sft:
+    {samples: 1000, epochs: 1}`: keys of `training.sft`, of `training.dpo` (but `margin`), or for `grpo` those from
+    `steps` to `max_grad_norm`. `samples` is its largest number of tasks."""
     prompts: Literal["accepted", "decided"] = "accepted"
     """Which tasks rollouts are made of: those with an `accepted` reply, or all that the judge has `decided`. A task
     with a rejected reply is used by at most `max_uses` rounds, and by none after a promoted one."""
@@ -427,30 +425,29 @@ class TrainingSettings(GrpoSettings, TasksSettings):
     """Maximum tokens, with padding, per pass. A step that runs out of memory is repeated with fewer. Default:
     `micro_batch_size` × `rollout.max_model_len`."""
     workers: int = Field(default=1, gt=0)
-    """Trainer processes. Each holds the whole model and takes a part of each step's samples. With GPUs, each needs
-    its own, which it may share with an engine. Not yet run on several GPUs."""
+    """Trainer processes, each with the whole model and a part of each step's samples. Each needs a GPU, which it may
+    share with an engine. Not yet run on several GPUs."""
     overlap: Literal[0, 1] = 0
     """`1`: the next step's rollouts are generated and judged while a step is judged and trained on. They are one
     update old, which `importance` corrects."""
     save_steps: int = Field(default=10, gt=0)
     """Steps between checkpoints. A restarted round goes on from the last of two."""
     max_undecided_share: Share = 0.5
-    """A round fails in a step with a larger share of undecided rewards or failed agent runs. So does an adapter with
-    more undecided answers in the gate."""
+    """A round fails in a step with a larger share of undecided rewards or failed agent runs, or in a gate with more
+    undecided answers."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
     """How long a round waits for an unreachable judge. Then the waiting rollouts are undecided."""
     min_spread_share: Share = 0.0
     """A round is refused if at most this share of groups in its first two steps has different rewards."""
     images: Literal["leave-out", "text-only"] = "leave-out"
-    """Tasks with an image in the question: `leave-out` excludes them from training and gate, `text-only` uses their
-    text. `flywheel train` uses the text."""
+    """Tasks with an image in the question: `leave-out` excludes them, `text-only` uses their text, as `flywheel
+    train` does."""
     inexact_prompts: Literal["leave-out", "use"] = "leave-out"
-    """Tasks whose prompt is known not to be verbatim (`metadata.prompt_exact`): `leave-out` excludes them from
-    training and gate, `use` uses them. `flywheel train` uses all."""
+    """Tasks whose prompt is known not to be verbatim: `leave-out` excludes them from training and gate, `use` uses
+    them, as `flywheel train` does."""
     on_collapse: Literal["refuse", "gate"] = "refuse"
-    """What happens if the policy collapses under GRPO: for three steps the reward has fallen, and entropy is below a
-    fifth or lengths changed threefold. `refuse` ends the round and frees its samples. `gate` tests the last
-    checkpoint before."""
+    """A collapse under GRPO: for three steps the reward has fallen, and entropy is below a fifth or lengths changed
+    threefold. `refuse` ends the round and frees its samples; `gate` tests the last checkpoint before."""
     max_uses: int = Field(default=3, gt=0)
     """Maximum compared rounds that use a sample. A rejected round frees samples that were used less often. A
     promoted one frees those of them without a gradient."""
@@ -460,7 +457,7 @@ class TrainingSettings(GrpoSettings, TasksSettings):
     """Seed of a round, together with its number."""
     precision: Precision = "auto"
     """Numbers of the trainer's base model: `auto`, `float32` or `bfloat16`. `auto` keeps the checkpoint's; on a CPU
-    with bfloat16 instructions it holds float32 and computes in bfloat16. Adapter and optimizer are float32."""
+    with bfloat16 it computes in bfloat16. Adapter and optimizer are float32."""
     sft: SftSettings = SftSettings()
     dpo: DpoSettings = DpoSettings()
     lora: LoraSettings = LoraSettings()
@@ -546,9 +543,8 @@ class TrackingSettings(Section):
     """Where the numbers of each step go besides `metrics.jsonl`, which always has them."""
 
     report_to: list[Tracker] = []
-    """Experiment trackers, which get one run per round with steps, settings and the gate's decision: `tensorboard`,
-    `wandb`, `mlflow`, `swanlab`, `trackio`. Their own environment variables configure them. `console` and `none`
-    change nothing."""
+    """Trackers, which get one run per round with steps, settings and the gate's decision: `tensorboard`, `wandb`,
+    `mlflow`, `swanlab`, `trackio`. Their own variables configure them. `console` and `none` change nothing."""
     project: str = Field(default="flywheel", min_length=1)
     """The project of the runs; MLflow calls it experiment."""
     dir: UserPath | None = None
@@ -570,7 +566,7 @@ class ToolSettings(Section):
 
     share: Literal["agreeing", "off"] = "agreeing"
     """Results of other traces. `agreeing`: a result that at least two conversations have for the same call and none
-    contradicts, up to 8 MiB a round. `off`: the task's own trace alone. Training never uses held-out traces."""
+    contradicts. `off`: the task's own trace alone. Training never uses held-out traces."""
     on_miss: Literal["end", "error"] = "end"
     """A call without a recorded result: `end` ends the rollout without a reward, `error` answers with an error. The
     gate always ends."""
@@ -613,7 +609,7 @@ class AgentProgramSettings(Section):
     `package.module:function`, or an AgentJet workflow as `package.module->Class`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """A program and its arguments. It gets the task as JSON on standard input, and `OPENAI_BASE_URL`,
-    `OPENAI_API_KEY` and `OPENAI_MODEL`. It prints one JSON object with `response`, `reward` and `metrics`."""
+    `OPENAI_API_KEY`, `OPENAI_MODEL`. It prints JSON with `response`, `reward` and `metrics`."""
     python: UserPath | None = None
     """The Python interpreter that runs `workflow`. Default: that of the round."""
     folder: UserPath = Field(default=Path(), validate_default=True)
@@ -706,9 +702,9 @@ class RolloutSettings(Section):
     auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
     """Further models of the user's agent by name, which are never trained."""
     models: dict[str, Answering] = {}
-    """Who answers where your agent asks the policy's address for another model. `policy`: it answers and is trained
-    on the answers. `auxiliary`: the model of `auxiliary_models` with this key or `model`. `refuse`: an error.
-    Default: the auxiliary model, else the policy, with a warning."""
+    """Who answers where your agent asks for another model. `policy`: it answers and is trained on that. `auxiliary`:
+    the model of `auxiliary_models` with this key or `model`. `refuse`: an error. Default: the auxiliary model, else
+    the policy, with a warning."""
     reward: RewardSettings | None = None
     """Default: the first run of your own agent in a round decides."""
     reward_function: Function | None = None
@@ -733,8 +729,8 @@ class RolloutSettings(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
     max_completion_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies, at most
-    `max_model_len`; for your agent `max_model_len`. The gate has the server's limits."""
+    """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies; for your agent
+    `max_model_len`. The gate has the server's limits."""
     max_turn_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of one message in a training rollout. Default: what is left of the rollout."""
     max_model_len: int = Field(default=4096, gt=0)
@@ -798,8 +794,8 @@ class SuiteSettings(Section):
 
 class GateSettings(Section):
     mode: Literal["auto", "manual"] = "auto"
-    """What follows when a candidate passes. `auto`: it is deployed. `manual`: it waits for `flywheel deploy` or the
-    web page, at most `deploy.approval_days`; other rounds go on."""
+    """When a candidate passes, `auto` deploys it. With `manual` it waits for `flywheel deploy` or the web page, at
+    most `deploy.approval_days`; other rounds go on."""
     max_tasks: int = Field(default=200, gt=0)
     """Maximum held-out tasks that both adapters answer, the newest."""
     min_tasks: int = Field(default=8, gt=0)
