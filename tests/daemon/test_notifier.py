@@ -21,12 +21,11 @@ from sqlalchemy import Connection, insert
 from flywheel.config.file import Config, load
 from flywheel.config.notices import NoticeType
 from flywheel.daemon import notifier
-from flywheel.daemon.notifier import WAITS, NoticeTarget
-from flywheel.daemon.stage import Stage
+from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
 from flywheel.secrets import URL_USERS
-from flywheel.store import deployments, ledger, notices, rounds, stages
+from flywheel.store import deployments, ledger, notices, rounds
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel import database, schema
@@ -223,15 +222,26 @@ async def test_a_webhook_gets_signed_json(
     assert not verify(KEY.encode(), {**headers, "webhook-timestamp": "1"}, body)
 
 
-async def test_nothing_is_sent_unsigned(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"secret_env": "OF_THE_HOOK"}, "with the key is not set, and nothing is sent unsigned"),
+        ({"url": None, "url_env": "OF_THE_HOOK"}, "with the URL is not set"),
+    ],
+)
+async def test_nothing_is_sent_until_the_variable_with_the_key_or_the_url_is_set(
+    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.delenv("OF_THE_HOOK", raising=False)
-    target = await begun(store, configured(tmp_path, {"url": webhook.url, "secret_env": "OF_THE_HOOK", "on": EVERY}))
+    given = {key: value for key, value in {"url": webhook.url, "on": EVERY, **entry}.items() if value is not None}
+    target = await begun(store, configured(tmp_path, given))
     await store.write(letter, "t-1")
-    with pytest.raises(NotifyError, match="OF_THE_HOOK with the key is not set"):
+    monkeypatch.delenv("OF_THE_HOOK", raising=False)
+    with pytest.raises(NotifyError, match=f"the variable OF_THE_HOOK {why}"):
         await target.deliver()
     assert webhook.got == []
+    monkeypatch.setenv("OF_THE_HOOK", webhook.url)
+    await target.deliver()
+    assert webhook.subjects() == ["t-1"]
 
 
 async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
@@ -253,27 +263,6 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
     assert webhook.subjects()[3:] == ["t-1", "t-2", "t-3", "t-4"]
     assert await target.deliver() is Pass.IDLE
     assert len(webhook.got) == 5, "what has arrived is not sent again"
-
-
-async def test_a_target_that_is_down_fails_until_it_has_its_notice(
-    store: Store, tmp_path: Path, webhook: Webhook
-) -> None:
-    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
-    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
-    stage.begin(stopping)
-    webhook.statuses = [500]
-    await store.write(letter, "t-1")
-    stage.wake()
-    await until(lambda: stage.error and stage.task is None, "the failure")
-    for _ in range(3):
-        stage.wake()
-        assert stage.task is None
-    assert len(webhook.got) == 1 and stage.error is not None
-    assert "it answered 500" in (await store.read(stages.records))["notice 1"].error
-    stage.retry_now()
-    await until(lambda: stage.error is None, "the notice")
-    assert len(webhook.got) == 2
-    assert (await store.read(stages.records))["notice 1"].failing_since == ""
 
 
 async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
@@ -586,19 +575,6 @@ def test_yaml_takes_the_key_on_for_true(tmp_path: Path, flywheel: Run) -> None:
     assert found["notify.0.on"] == (["promoted"], "given")
     assert found["notify.1.url"][0] == "http://h/[secret]"
     assert "s3cret" not in ran.out
-
-
-async def test_a_url_in_a_variable(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = await begun(store, configured(tmp_path, {"url_env": "OF_THE_HOOK", "on": EVERY}))
-    await store.write(letter, "t-1")
-    monkeypatch.delenv("OF_THE_HOOK", raising=False)
-    with pytest.raises(NotifyError, match=r"notify \$OF_THE_HOOK: the variable OF_THE_HOOK with the URL is not set"):
-        await target.deliver()
-    monkeypatch.setenv("OF_THE_HOOK", webhook.url)
-    await target.deliver()
-    assert webhook.subjects() == ["t-1"]
 
 
 def test_the_page_names_every_notice() -> None:
