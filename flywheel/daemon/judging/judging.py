@@ -194,12 +194,12 @@ class TaskJudging:
         if self._config.targets:
             # A target that is new in the configuration may have another rubric.
             await apply_model_rules(self._store, self._config)
-        report = await self._run(_JudgingRun(stop, limit, on_judged), rejudge)
-        for other in self._others:
+        report = JudgingReport()
+        for each in (self, *self._others):
+            left = None if limit is None else limit - report.tasks
+            report.join(await each._run(_JudgingRun(stop, left, on_judged), rejudge))
             if report.error is not None or stop.is_set():
                 break
-            left = None if limit is None else limit - report.tasks
-            report.join(await other._run(_JudgingRun(stop, left, on_judged), rejudge))
         await self._store.write(self._note, report)
         return report
 
