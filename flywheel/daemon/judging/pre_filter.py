@@ -221,16 +221,17 @@ class PreFilter:
         if step.model is None:
             return {}
         for _ in range(2):
+            known: dict[str, bytes] = {}
             replaced = 0 if self._is_backfilled else self._embed_earlier(step.model, step)
+            if not replaced:
+                known, replaced = self._embed(step.model, step, texts)
             self._is_backfilled = not replaced
-            known, more = ({}, 0) if replaced else self._embed(step.model, step, texts)
-            if not replaced + more:
+            if not replaced:
                 return known
-            self._is_backfilled = False
             log.warning(
                 "the embedding model %s gives vectors of another length than before: %d questions are embedded anew",
                 step.model,
-                replaced + more,
+                replaced,
             )
         raise FilterError(
             f"embed questions with {step.model}",
