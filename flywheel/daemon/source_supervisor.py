@@ -27,6 +27,7 @@ from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.system.clock import steady
+from flywheel.system.signals import Stop
 
 if TYPE_CHECKING:
     from flywheel.sources.otlp.receiver import Receiver
@@ -47,19 +48,18 @@ class SourceSupervisor:
         store: Store,
         config: Config,
         ingestion: Ingestion,
-        stopping: asyncio.Event,
+        stop: Stop,
         on_tasks: Callable[[int], object],
     ) -> None:
         self._store = store
         self._config = config
         self._ingestion = ingestion
-        self._stopping = stopping
+        self._stop = stop
         self._on_tasks = on_tasks
         self._export = Stage("task file", ingestion.export)
         self._pull = Stage("calls", self._do_pull)
         self._stages: dict[Path, Stage] = {}
         self._full_scans: dict[Path, asyncio.Task[None]] = {}
-        self._timers: dict[Path, asyncio.TimerHandle] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
         self._warned: set[Path] = set()
@@ -88,7 +88,7 @@ class SourceSupervisor:
 
     def refresh(self) -> None:
         """Start reading sources that have appeared, and watch directories that have appeared."""
-        if self._stopping.is_set() or self._watcher is None:
+        if self._stop.is_set() or self._watcher is None:
             return
         for source in self._ingestion.sources():
             if source.path not in self._stages:
@@ -102,7 +102,7 @@ class SourceSupervisor:
         self._watcher.refresh()
 
     def _start(self, stage: Stage) -> None:
-        stage.begin(self._stopping)
+        stage.begin(self._stop)
         stage.wake()
 
     def concern(self) -> str:
@@ -137,8 +137,6 @@ class SourceSupervisor:
         if self._watcher is not None:
             self._watcher.stop()
         receivers = [asyncio.create_task(receiver.stop()) for receiver in self._receivers]
-        for timer in self._timers.values():
-            timer.cancel()
         for scan in self._full_scans.values():
             scan.cancel()
         if self._ingestion.calls is not None:
@@ -163,7 +161,7 @@ class SourceSupervisor:
 
     async def _read(self, source: SourceIngestion) -> None:
         await asyncio.sleep(DEBOUNCE_SECONDS)
-        report = await source.read(stop=self._stopping)
+        report = await source.read(stop=self._stop)
         if report.new:
             self._announce(report.new)
         if report.error is not None:
@@ -178,13 +176,8 @@ class SourceSupervisor:
             self._full_scans[source.path] = asyncio.create_task(self._scan(source))
         if source.awaits_calls:
             asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake)
-        # Each pass determines the next due time; the timer of the previous pass no longer holds.
-        if (timer := self._timers.pop(source.path, None)) is not None:
-            timer.cancel()
-        if (due := source.due_at) < math.inf:
-            self._timers[source.path] = asyncio.get_running_loop().call_later(
-                max(0.0, due - steady()) + 0.001, self._stages[source.path].wake
-            )
+        # Each pass determines the next due time.
+        self._stages[source.path].wake_in(max(0.0, source.due_at - steady()) + 0.001)
 
     async def _scan(self, source: SourceIngestion) -> None:
         try:

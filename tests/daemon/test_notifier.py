@@ -33,6 +33,7 @@ from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import create, move
 from flywheel.store.stages import Pass
+from flywheel.system.signals import Stop
 from tests.cli.conftest import Run
 from tests.factories.config import make_config
 from tests.factories.erased import erase_rows
@@ -258,7 +259,7 @@ async def test_a_target_that_is_down_fails_until_it_has_its_notice(
     store: Store, tmp_path: Path, webhook: Webhook
 ) -> None:
     target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
-    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
+    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), Stop()
     stage.begin(stopping)
     webhook.statuses = [500]
     await store.write(letter, "t-1")

@@ -15,7 +15,7 @@ from flywheel import __version__
 from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
-from flywheel.daemon.rounds import worker_process
+from flywheel.daemon.rounds import worker_process, worker_watch
 from flywheel.daemon.rounds.planner import due, spec_of
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.records.round import DecisionReason
@@ -24,6 +24,7 @@ from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.store.kernel import database, schema
 from flywheel.store.views import lineage
 from flywheel.system.files import write_json
+from flywheel.system.signals import StopReason
 from flywheel.training.data import rollout_file
 from flywheel.training.data.round_directory import FORMAT, FORMAT_NUMBER
 from tests.daemon.rounds import workers
@@ -309,14 +310,15 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
 async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
     moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
     await moment.has_come((tmp_path / "pids").exists)
-    await moment.go_on_beside(wheel.rounds.stop(), wheel.rounds._stopping.is_set)
-    # What is cut off now, as the daemon does at its end, has nothing left to do.
+    wheel.rounds._stop.ask(StopReason.SIGNAL)
+    # The daemon cancels at its end what still runs.
     moment.task.cancel()
+    moment.go_on()
     await asyncio.wait([moment.task])
     row = await wheel.store.read(rounds.live)
     assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
@@ -331,7 +333,7 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
 async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_adopted(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     going_on, pids = tmp_path / "go-on", tmp_path / "pids"
     script = f"while [ ! -e {going_on} ]; do sleep 0.05; done"
@@ -339,9 +341,10 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
     await wheel.rounds.plan("test")
     moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
     await moment.has_come((tmp_path / "pids").exists)
-    await moment.go_on_beside(wheel.rounds.stop(detach=True), wheel.rounds._detaching.is_set)
-    moment.task.cancel()
-    await asyncio.wait([moment.task])
+    wheel.rounds._stop.detaches = True
+    wheel.rounds._stop.ask(StopReason.SIGNAL)
+    moment.go_on()
+    assert await moment.task is None
     row = await wheel.row()
     assert (row.state, row.attempt) == (("training", 1) if row.pid else ("planned", 1))
     going = asyncio.create_task(wheel.others(wheel.config).finish_live())
@@ -423,7 +426,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     ends: bool,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"version": version, FORMAT: FORMAT_NUMBER})
@@ -448,7 +451,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
 ) -> None:
     """A further worker could not go on with them, so that the work would be lost."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"tasks": "0" * 64, "version": "0.0.1"})
@@ -471,7 +474,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
 @pytest.mark.slow
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
-    monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     rounds_of = wheel.others(with_settings(wheel.config, daemon={"round_timeout_seconds": 3.0}))
     paused = '{"phase": "training", "paused": "the judge is away"}'
     works(tmp_path, monkeypatch, f"echo '{paused}' > $3/progress.json; sleep 6; {REFUSES}")
