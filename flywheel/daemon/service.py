@@ -31,7 +31,7 @@ from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Intervals, Stage, in_turn, waiting_for
 from flywheel.daemon.status import LANGFUSE, snapshot
-from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
+from flywheel.errors import ConfigError, FlywheelError, LockedError, StoreError, TrainError
 from flywheel.judge.rubric.checks import language
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.states import RoundState
@@ -157,10 +157,6 @@ class Service:
         }
         if config.export.langfuse is not None:
             self._targets[LANGFUSE] = LangfuseExport(store, config.export.langfuse)
-        self._notices = [
-            Stage(name, target.deliver, NOTICE_SECONDS, store=store, waits=WAITS)
-            for name, target in self._targets.items()
-        ]
         self._stages = self._table()
 
     def _table(self) -> dict[str, Stage]:
@@ -191,6 +187,7 @@ class Service:
             Stage("memory",                         self._memory_release.check, retry),
             Stage("metrics",                        self.metrics.listen,        retry,           (Wake.START,)),
             Stage("requests",                       self._do_requests,          REQUEST_SECONDS),
+            *(noted(name, target.deliver, NOTICE_SECONDS, waits=WAITS) for name, target in self._targets.items()),
         )
         # fmt: on
         return {stage.name: stage for stage in table}
@@ -205,7 +202,7 @@ class Service:
         await resume_notices(self._store, self._config)
         for target in self._targets.values():
             await target.begin()
-        await self._store.write(stages.forget_others, [*self._stages, *self._targets])
+        await self._store.write(stages.forget_others, list(self._stages))
         await asyncio.to_thread(self._ingestion.remove_left)
         released, dead = await recover(self._store, self._config.state_dir, self._config.judge)
         failed = await self._deployer.recover()
@@ -230,10 +227,7 @@ class Service:
             if judged.error is not None:
                 log.error("%s", judged.error)
                 error = judged.error
-            try:
-                await self._do_reconcile()
-            except ServeError as failure:
-                log.warning("%s", failure)
+            await self._stages["reconcile"].attempt()
             for name in BESIDE_ROUNDS:
                 await self._stages[name].attempt()
                 error = self._stages[name].error or error
@@ -257,10 +251,10 @@ class Service:
 
     async def _deliver_notices(self) -> None:
         """Send the notices and scores of this run; what does not arrive is sent by the next one."""
-        for stage in self._notices:
+        for name in self._targets:
             try:
                 async with asyncio.timeout(DELIVERY_SECONDS):
-                    await stage.attempt()
+                    await self._stages[name].attempt()
             except TimeoutError:
                 log.warning("not everything was sent within %g s: the next run sends the rest", DELIVERY_SECONDS)
 
@@ -289,7 +283,7 @@ class Service:
         await self.recover()
         scheduler = self._schedule()
         beating = asyncio.create_task(feed_watchdog(), name="watchdog")
-        for stage in (*self._stages.values(), *self._notices):
+        for stage in self._stages.values():
             stage.begin(self._stop)
         self._wake(Wake.START)
         try:
@@ -320,7 +314,7 @@ class Service:
         """Stages that hang; empty without one."""
         if self._stop.is_set():
             return ""
-        every = (*self._stages.values(), *self._notices, *self._sources.stages)
+        every = (*self._stages.values(), *self._sources.stages)
         hanging = [f"hangs: {each.name}" for each in every if each.heartbeat.overdue_seconds]
         return f"{', '.join(hanging)}; restart the daemon" if hanging else ""
 
@@ -341,13 +335,13 @@ class Service:
     async def _end(self) -> None:
         self.stop()
         stop_sources = asyncio.create_task(self._sources.stop())
+        running = {name: stage.task for name, stage in self._stages.items() if stage.task is not None}
         # A notice under way is sent again by the next process: no stop waits for its target.
-        notices = [stage.task for stage in self._notices if stage.task is not None]
-        for task in notices:
-            task.cancel()
-        await self._stop.drain(*[stage.task for stage in self._stages.values() if stage.task is not None])
+        for name in running.keys() & self._targets:
+            running[name].cancel()
+        await self._stop.drain(*running.values())
         # Also after a second signal: ingestion ends at its next batch; an open inbox would keep the process alive.
-        await asyncio.gather(*notices, stop_sources, return_exceptions=True)
+        await asyncio.gather(stop_sources, return_exceptions=True)
         await self._ingestion.close()
 
     def _schedule(self) -> Intervals:
@@ -356,14 +350,14 @@ class Service:
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(REQUEST_SECONDS, "lock", self._check_lock)
-        scheduler.wake((*self._stages.values(), *self._notices))
+        scheduler.wake(self._stages.values())
         if self._config.trigger.cron:
             scheduler.at(cron_trigger(self._config.trigger.cron), "cron", self._open_window)
         return scheduler
 
     def _after_clock_set(self) -> None:
         self._clock_was_set = True
-        for stage in (*self._stages.values(), *self._notices):
+        for stage in self._stages.values():
             stage.retry_now()
         self._sources.poll()
 
@@ -442,19 +436,16 @@ class Service:
         self._rejects_all = bool(warning)
 
     async def _do_round(self) -> Pass:
-        ended = await self._rounds.finish_live()
-        window, self._window = self._window, False
         result = Pass.IDLE
         while True:
-            if ended is not None:
+            if await self._rounds.finish_live() is not None:
                 result = Pass.WORKED
                 self._finished_rounds += 1
                 if self._finished_rounds == self._max_rounds:
                     self.stop()
+            window, self._window = self._window, False
             if self._stop.is_set() or not await self._rounds.start_due(window=window):
                 return result
-            window = False
-            ended = await self._rounds.finish_live()
 
     async def _do_reconcile(self) -> None:
         reports = []

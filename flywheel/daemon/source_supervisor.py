@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from flywheel.config.file import Config
 from flywheel.config.ingest import JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
-from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.jsonl.reader import is_folder
@@ -59,7 +58,7 @@ class SourceSupervisor:
         self._export = Stage("task file", ingestion.export)
         self._pull = Stage("calls", self._do_pull)
         self._stages: dict[Path, Stage] = {}
-        self._full_scans: dict[Path, asyncio.Task[None]] = {}
+        self._full_scans: dict[Path, Stage] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
         self._warned: set[Path] = set()
@@ -95,6 +94,9 @@ class SourceSupervisor:
                 stage = Stage(f"source {source.path}", functools.partial(self._read, source))
                 self._stages[source.path] = stage
                 self._start(stage)
+                scan = Stage(f"full scan of {source.path}", functools.partial(self._scan, source))
+                self._full_scans[source.path] = scan
+                scan.begin(self._stop)
                 self._watcher.watch(source.path, stage.wake)
             elif is_folder(source.path):
                 # It has the files of batches, which cause no event of their own.
@@ -137,12 +139,13 @@ class SourceSupervisor:
         if self._watcher is not None:
             self._watcher.stop()
         receivers = [asyncio.create_task(receiver.stop()) for receiver in self._receivers]
-        for scan in self._full_scans.values():
+        scans = [scan.task for scan in self._full_scans.values() if scan.task is not None]
+        for scan in scans:
             scan.cancel()
         if self._ingestion.calls is not None:
             self._ingestion.calls.stop()
         passes = [stage.task for stage in self.stages if stage.task is not None]
-        await asyncio.gather(*receivers, *passes, *self._full_scans.values(), return_exceptions=True)
+        await asyncio.gather(*receivers, *passes, *scans, return_exceptions=True)
 
     async def prune(self) -> None:
         """Delete received spans that are older than `ingest.keep_received_days`."""
@@ -172,20 +175,15 @@ class SourceSupervisor:
             log.warning("%s", "; ".join(report.warnings))
         if source.rescan_at <= steady():
             self._report_found(source, await source.rescan())
-        if source.path not in self._full_scans and await source.is_full_scan_due():
-            self._full_scans[source.path] = asyncio.create_task(self._scan(source))
+        if self._full_scans[source.path].task is None and await source.is_full_scan_due():
+            self._full_scans[source.path].wake()
         if source.awaits_calls:
             asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake)
         # Each pass determines the next due time.
         self._stages[source.path].wake_in(max(0.0, source.due_at - steady()) + 0.001)
 
     async def _scan(self, source: SourceIngestion) -> None:
-        try:
-            self._report_found(source, await source.rescan(whole=True))
-        except FlywheelError as error:
-            log.error("full scan of %s: %s", source.path, error)
-        finally:
-            del self._full_scans[source.path]
+        self._report_found(source, await source.rescan(whole=True))
 
     def _report_found(self, source: SourceIngestion, found: Recorded) -> None:
         if found.new_replies or found.re_extracted:

@@ -13,6 +13,7 @@ from enum import Enum
 from time import monotonic
 from typing import Final
 
+from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.base import BaseTrigger
 from apscheduler.triggers.interval import IntervalTrigger
@@ -205,13 +206,15 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
     """
 
     def __init__(self, on_clock_set: Callable[[], object]) -> None:
-        # A job that a busy loop delayed, such as a cron window, still runs, once.
-        super().__init__(timezone="UTC", job_defaults={"coalesce": True, "misfire_grace_time": None})
+        # A job that a busy loop delayed, such as a cron window, still runs, once. The usual executor runs it in a
+        # thread, where a stage must not be woken; this one runs it in the loop.
+        late = {"coalesce": True, "misfire_grace_time": None}
+        super().__init__(timezone="UTC", job_defaults=late, executors={"default": DebugExecutor()})
         self._on_clock_set = on_clock_set
         self._moved = moved_seconds()
 
     def every(self, seconds: float, name: str, call: Callable[[], object]) -> None:
-        self.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
+        self.add_job(call, "interval", seconds=seconds, id=name)
 
     def wake(self, stages: Iterable[Stage]) -> None:
         for stage in stages:
@@ -219,7 +222,7 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
                 self.every(stage.every, stage.name, stage.wake)
 
     def at(self, trigger: BaseTrigger, name: str, call: Callable[[], object]) -> None:
-        self.add_job(_in_loop(call), trigger, id=name)
+        self.add_job(call, trigger, id=name)
 
     def _process_jobs(self) -> float | None:
         """Run what is due; the seconds until the next look, None after the end. The timers that call this are the
@@ -239,12 +242,3 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
             self._on_clock_set()
         wait = super()._process_jobs()
         return CLOCK_SECONDS if wait is None else min(wait, CLOCK_SECONDS)
-
-
-def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
-    """A job for the scheduler that runs in the event loop: the scheduler runs plain functions in threads."""
-
-    async def job() -> None:
-        call()
-
-    return job

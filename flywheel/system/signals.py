@@ -141,7 +141,7 @@ class Stop(threading.Event):
 
     def ask(self, reason: StopReason, why: str = "") -> None:
         """Ask for the end of the work, and of all its parts. Only the first reason counts."""
-        if self.is_set():
+        if self.reason is not None:
             return
         self.reason, self.why = reason, why
         self.deadline = time.monotonic() + self._drain_seconds + SLACK_SECONDS
@@ -153,11 +153,6 @@ class Stop(threading.Event):
     async def asked(self) -> None:
         """Wait until it is asked for."""
         await self._asked.wait()
-
-    def hurry(self) -> None:
-        """Let the deadline be now."""
-        self.deadline = time.monotonic()
-        self._hurried.set()
 
     def part(self) -> Stop:
         """The stop of a part of the work, which is asked for with this one, or alone."""
@@ -182,7 +177,7 @@ class Stop(threading.Event):
         asked = asyncio.create_task(self.asked())
         try:
             await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
-            if self.is_set():
+            if self.reason is not None:
                 await self.drain(task)
             return None if task.cancelled() else await task
         finally:
@@ -210,9 +205,10 @@ class Stop(threading.Event):
         return error
 
     def _hear(self, number: signal.Signals) -> None:
-        if self.is_set():
+        if self.reason is not None:
             log.warning("second signal: not waiting for calls in flight")
-            self.hurry()
+            self.deadline = time.monotonic()
+            self._hurried.set()
             return
         self.by = number
         self.ask(StopReason.SIGNAL)

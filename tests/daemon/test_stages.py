@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from datetime import datetime, timedelta
@@ -552,9 +553,14 @@ async def test_intervals_go_on_while_the_clock_of_the_machine_is_set(
     monkeypatch.setattr(base, "datetime", Wall)
     monkeypatch.setattr(interval, "datetime", Wall)
     monkeypatch.setattr(stage_module, "moved_seconds", lambda: Wall.moved)
-    calls, told = [0, 0], []
+    calls, told, threads = [0, 0], [], set()
     intervals = Intervals(lambda: told.append(1))
-    intervals.every(0.02, "often", lambda: calls.__setitem__(0, calls[0] + 1))
+
+    def often() -> None:
+        calls[0] += 1
+        threads.add(threading.current_thread())
+
+    intervals.every(0.02, "often", often)
     intervals.every(1800.0, "seldom", lambda: calls.__setitem__(1, calls[1] + 1))
     intervals.start()
     try:
@@ -563,6 +569,7 @@ async def test_intervals_go_on_while_the_clock_of_the_machine_is_set(
         calls[0] = 0
         await until(lambda: calls[0] > 5, "calls after the clock was set")
         assert (calls[1], told) == (0, [1])
+        assert threads == {threading.main_thread()}, "stages must be woken in the event loop"
         left = intervals.get_job("seldom").next_run_time - Wall.now(intervals.timezone)
         assert timedelta(minutes=20) < left < timedelta(minutes=31)
     finally:

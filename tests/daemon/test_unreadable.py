@@ -174,6 +174,7 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
 
         try:
             await until(is_paused, "the pause")
+            await until(lambda: service._stages["judge"].task is None, "the end of the pass")
             asked = judge.calls
             looks.clear()
             for _ in range(10):
