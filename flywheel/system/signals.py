@@ -128,7 +128,7 @@ class Stop(threading.Event):
         super().__init__()
         self.reason: StopReason | None = None
         self.why = ""
-        """The reason in words, where it has any."""
+        """The reason in words, where only this part of the work is cancelled."""
         self.deadline = math.inf
         """By the monotonic clock. What is not over by then is cancelled."""
         self.by: signal.Signals | None = None

@@ -220,8 +220,8 @@ class Rounds:
             if not stop.is_set() and await _has_erased(self._store, row):
                 # The request for it came before this process, or while the round was planned.
                 stop.ask(StopReason.CANCELLED, rounds.HAS_ERASED)
-            if stop.reason is StopReason.CANCELLED:
-                await self._end_early(row, state, stop)
+            if stop.why:
+                await self._end_early(row, state, stop.why)
             elif stop.is_set():
                 break
             elif state in (RoundState.PLANNED, RoundState.TRAINING):
@@ -255,7 +255,7 @@ class Rounds:
                 self._trackers.begin(worker.dir, self._config.tracking.of_round(row.name, self._config.state_dir))
                 code = await WorkerWatch(row.name, worker, usage).follow(seconds, stop)
             if stop.is_set():
-                await self._end_early(row, RoundState.TRAINING, stop, worker)
+                await self._end_early(row, RoundState.TRAINING, stop.why, worker)
             else:
                 result = await asyncio.to_thread(result_of, Path(row.dir), code)
         except TimeoutError:
@@ -294,16 +294,17 @@ class Rounds:
         return worker
 
     async def _end_early(
-        self, row: Row[Any], state: RoundState, stop: Stop, worker: WorkerProcess | None = None
+        self, row: Row[Any], state: RoundState, why: str, worker: WorkerProcess | None = None
     ) -> None:
-        """End the work on a round before it has a result: it fails, is planned again, or its worker goes on."""
-        if stop.reason is not StopReason.CANCELLED and self._stop.detaches:
+        """End the work on a round before it has a result: it fails, where this says why. Else the process ends: the
+        round is planned again, or its worker goes on."""
+        if not why and self._stop.detaches:
             if worker is not None:
                 log.info("%s: its worker (process %d) goes on; the next daemon adopts it", row.name, worker.pid)
             return
         await (worker.stop() if worker is not None else _stop_workers(row))
-        if stop.reason is StopReason.CANCELLED:
-            await self._finish(row, state, RoundState.FAILED, stop.why)
+        if why:
+            await self._finish(row, state, RoundState.FAILED, why)
         else:
             await self._store.write(rounds.retry, row.id, state, "it was stopped", 0)
 
@@ -473,8 +474,7 @@ class Rounds:
             # `finish_live` has failed it, unless it does not run, or was deciding about it.
             left = await self._store.read(rounds.live)
             if left is not None and left.name == row.name:
-                await _stop_workers(left)
-                await self._finish(left, RoundState(left.state), RoundState.FAILED, why)
+                await self._end_early(left, RoundState(left.state), why)
             self._parts.pop(row.name, None)
         return str(row.name)
 

@@ -190,6 +190,19 @@ async def test_the_promotion_of_one_ends_the_others_that_were_compared_with_the_
     assert due.start, f"it delays no round: {due.reason}"
 
 
+async def test_of_two_that_are_decided_at_once_one_is_promoted(wheel: Wheel, by_hand: Rounds) -> None:
+    """The swap of the other one finds under the lock that it was compared with something else."""
+    await passes(wheel, by_hand)
+    await wheel.store.write(put_more_tasks, 6)
+    leave_result(wheel, await wheel.started())
+    await asyncio.gather(wheel.rounds.promote_passed(), wheel.rounds.finish_live())
+    ends = dict(zip(["r0001", "r0002"], await states(wheel), strict=True))
+    assert sorted(ends.values()) == ["failed", "promoted"]
+    assert ends[(await wheel.active()).adapter] == "promoted"
+    books = await wheel.books()
+    assert (books["consumed"], books["accepted"]) == (6, 6 + 2)
+
+
 async def test_a_rollback_ends_what_was_compared_with_the_adapter_that_is_rolled_back(
     wheel: Wheel, by_hand: Rounds
 ) -> None:

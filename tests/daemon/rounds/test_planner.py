@@ -136,13 +136,6 @@ def test_a_step_asks_its_prompts_times_oversample_rounded_up(oversample: float, 
     assert RolloutSettings(oversample=oversample).prompts_asked(prompts) == expected
 
 
-async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
-    await store.write(judged, 2, 1)
-    await store.write(put_deployed, base_model(tmp_path))
-    spec = await planned_round(store, round_config(tmp_path))
-    assert spec.parent.name == "r0001"
-
-
 async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
     config = round_config(tmp_path)
