@@ -54,6 +54,7 @@ def test_the_workers_own_words_are_passed_on(tmp_path: Path) -> None:
     assert not caught.value.retryable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "died"),
     [
