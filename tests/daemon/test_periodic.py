@@ -15,8 +15,10 @@ from flywheel.daemon.service import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelea
 from flywheel.errors import ServeError
 from flywheel.judge.rubric.checks import language
 from flywheel.serving.client.adapter_swap import ReplicaReport, SwapReport
+from flywheel.store import requests
 from flywheel.store.kernel.database import Store, version_of
 from flywheel.store.kernel.schema import SCHEMA_VERSION
+from flywheel.store.requests import RequestKind
 from tests.daemon.following import configuration, exported
 from tests.factories.config import with_settings
 from tests.factories.state import running_daemon
@@ -83,6 +85,21 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     await daemon._do_round()
     assert windows == [True, False], "the window wakes the rounds once"
     scheduler.shutdown()
+    await daemon._ingestion.close()
+
+
+async def test_what_people_ask_for_wakes_its_stage(tmp_path: Path, store: Store) -> None:
+    daemon = Service(configuration(tmp_path, []), store)
+    for kind, arguments, woken in (
+        (RequestKind.DEPLOY, {"round": "r0001", "max_uses": 3}, {"promotions"}),
+        (RequestKind.RELEASE, {"tasks": []}, {"judge"}),
+        (RequestKind.RETRY, {"letters": []}, {"judge"}),
+    ):
+        for stage in daemon._stages.values():
+            stage.is_due = False
+        await store.write(requests.submit, kind, arguments, "alice")
+        await daemon._do_requests()
+        assert {name for name, stage in daemon._stages.items() if stage.is_due} == woken
     await daemon._ingestion.close()
 
 

@@ -21,7 +21,7 @@ async def test_a_part_ends_alone_or_with_the_whole_and_the_first_reason_counts()
     waiting = asyncio.create_task(other.asked())
     whole.ask(StopReason.LOCK_LOST)
     whole.ask(StopReason.FINISHED)
-    await waiting
+    await asyncio.wait_for(waiting, 60)
     assert time.monotonic() + 60 <= whole.deadline < math.inf
     assert await asyncio.to_thread(other.wait), "threads see it, too"
     assert [each.reason for each in (one, other, whole, whole.part())] == [
@@ -32,21 +32,19 @@ async def test_a_part_ends_alone_or_with_the_whole_and_the_first_reason_counts()
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_work_ends_by_itself_or_is_cancelled_after_a_second_signal(signals: int) -> None:
-    stop, ended = Stop(drain_seconds=3600), asyncio.Event()
+    stop = Stop(drain_seconds=3600)
 
     async def work() -> str:
+        signal.raise_signal(signal.SIGINT)
         await stop.asked()
+        for _ in range(10):  # until it is waited for
+            await asyncio.sleep(0)
         if signals == 2:
-            await ended.wait()
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.Event().wait()
         return "stored"
 
-    async def signalled() -> None:
-        for _ in range(signals):
-            signal.raise_signal(signal.SIGINT)
-            await stop.asked()
-
-    asking = asyncio.create_task(signalled())
-    assert await stop.during(work()) == ("stored" if signals == 1 else None)
-    await asking
+    async with asyncio.timeout(60):
+        assert await stop.during(work()) == ("stored" if signals == 1 else None)
     assert (stop.by, stop.reason) == (signal.SIGINT, StopReason.SIGNAL)
     assert stop.error("work", "").exit_code == 128 + signal.SIGINT
