@@ -215,30 +215,6 @@ async def test_a_rollback_ends_what_was_compared_with_the_adapter_that_is_rolled
     assert "compared with r0001, and the base model serves now" in (await wheel.row("r0002")).reason
 
 
-async def test_a_candidate_that_was_compared_with_what_serves_no_more_does_not_begin_to_wait(
-    wheel: Wheel, by_hand: Rounds
-) -> None:
-    leave_result(wheel, await wheel.started(), lower=-0.1)
-    assert await wheel.rounds.finish_live() is REJECTED
-    await wheel.store.write(put_more_tasks, 6)
-    leave_result(wheel, await wheel.started())
-    await wheel.deployer.deploy("r0001", BY_HAND)
-    assert await by_hand.finish_live() is FAILED
-    assert "compared with the base model, and r0001 serves now" in (await wheel.row("r0002")).reason
-
-
-async def test_what_serves_is_looked_at_under_the_lock(wheel: Wheel, by_hand: Rounds) -> None:
-    """Another process may have made a swap while this one waited for the lock."""
-    await passes(wheel, by_hand)
-    await wheel.store.write(put_more_tasks, 6)
-    await passes(wheel, by_hand)
-    await wheel.deployer.deploy("r0002", BY_HAND)
-    with pytest.raises(ServeError, match="compared with the base model, and r0002 serves now") as caught:
-        await wheel.deployer.deploy("r0001", "r0001: better", instead_of=None)
-    assert not caught.value.retryable
-    assert (await wheel.active()).adapter == "r0002"
-
-
 def full(*_: object, **__: object) -> None:
     raise StoreError("use the state database", "the disk is full")
 

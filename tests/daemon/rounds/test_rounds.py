@@ -191,14 +191,18 @@ async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
     assert (await wheel.books())["consumed"] == 6
 
 
-async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+async def test_a_candidate_neither_waits_nor_is_promoted_over_what_it_was_not_compared_with(
+    wheel: Wheel, mode: str
+) -> None:
+    own = wheel.others(with_settings(wheel.config, gate={"mode": mode}))
     leave_result(wheel, await wheel.started(), lower=-0.1)
     assert await wheel.rounds.finish_live() is RoundState.REJECTED
     await wheel.store.write(put_more_tasks, 6)
     directory = await wheel.started()
     leave_result(wheel, directory)
     await wheel.deployer.deploy("r0001", "by hand")
-    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert await own.finish_live() is RoundState.FAILED
     assert (await wheel.active()).adapter == "r0001"
     assert "compared with the base model, and r0001 serves now" in (await wheel.row("r0002")).reason
     assert (await wheel.books())["accepted"] == 12 + 2
