@@ -463,7 +463,7 @@ async def test_the_daemon_looks_again_at_what_a_spent_budget_leaves_on_the_next_
         await service._do_judge()
     assert await states(store) == ["accepted", "pending"]
     midnight = datetime.fromisoformat(today()).replace(tzinfo=UTC) + timedelta(days=1)
-    await service._judge.attempt()
+    await service._stages["judge"].attempt()
     record = (await store.read(stages.records))["judge"]
     assert caught.value.retry_after <= timedelta(days=1).total_seconds()
     assert abs(datetime.fromisoformat(record.waits_until) - midnight) < timedelta(minutes=10)
