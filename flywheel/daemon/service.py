@@ -143,6 +143,8 @@ class Service:
         self._replica_errors: frozenset[tuple[str, str]] = frozenset()
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stop, self._judge_new)
         self._request_watch = RequestWatch(store)
+        self._looked_at: object = None
+        """The version of the state at the last look for requests."""
         self._memory_release = MemoryRelease(store, self._judging)
         self._remove_old = partial(remove_regularly, store, config)
         self.metrics = MetricsServer(
@@ -421,12 +423,17 @@ class Service:
         return frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
 
     async def _do_requests(self) -> None:
+        # Most of the time nothing was written since the last look, which costs a read less.
+        version = self._store.version()
+        if version is not None and version == self._looked_at:
+            return
         if await self._open_erasures() - self._attempted:
             self._wake(Wake.ERASURE)
         kinds = await self._request_watch.look()
         if RequestKind.RETRY in kinds:
             self._sources.read_again()
         self._wake(*kinds)
+        self._looked_at = version
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)

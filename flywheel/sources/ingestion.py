@@ -668,7 +668,8 @@ class Ingestion:
         if self.calls is None:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
-        await self.calls.pull(at_once=bool(awaiting))
+        if not await self.calls.pull(at_once=bool(awaiting)) and not self.calls.reopened:
+            return []
         await self._erase_blocked(self.calls)
         return [*awaiting, *self._of_calls, *await self._reopened()]
 
