@@ -281,7 +281,12 @@ class Rounds:
             await stray.stop()
         worker = await WorkerProcess.start(Path(row.dir), spec, usage.settle)
         pid = worker.pid
-        await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        try:
+            await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        except BaseException:
+            # A worker that is not recorded would not be stopped with the daemon.
+            await worker.stop()
+            raise
         what = f"compares {spec.candidate.summary}" if spec.candidate else f"trains on {len(spec.train)} samples"
         log.info("%s %s (process %d)", row.name, what, pid)
         return worker

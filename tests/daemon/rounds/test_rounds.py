@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,36 @@ async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
         works(tmp_path, monkeypatch, REFUSES)
         assert await wheel.rounds.finish_live() is RoundState.REJECTED
         assert stray.wait(120) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_be_recorded_does_not_go_on(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would stop it with the daemon."""
+    works(tmp_path, monkeypatch, "exec sleep 600")
+    await wheel.rounds.plan("test")
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def started(*args: Any, **named: Any) -> subprocess.Popen[bytes]:
+        workers.append(popen(*args, **named))
+        return workers[-1]
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        popen = subprocess.Popen
+        patch.setattr(worker_process.subprocess, "Popen", started)
+        patch.setattr(rounds_module, "move", full)
+        with pytest.raises(StoreError):
+            await wheel.rounds.finish_live()
+    [worker] = workers
+    try:
+        assert await wheel.state() == "planned"
+        assert worker.poll() == -signal.SIGTERM
+    finally:
+        worker.kill()
 
 
 async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
