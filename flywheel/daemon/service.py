@@ -424,8 +424,8 @@ class Service:
         return frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
 
     async def _do_requests(self) -> None:
-        # Most of the time nothing was written since the last look, which costs a read less. Not for longer than a
-        # minute: a disk may take longer than the version allows for to sync a commit, which is seen only then.
+        # Most of the time nothing was written since the last look, which costs a read less. Each minute all the same:
+        # a disk that is slow to sync lets a commit be seen long after its files were written.
         version = self._store.version()
         looked_at = version, steady() // RETRY_SECONDS
         if version is not None and looked_at == self._looked_at:

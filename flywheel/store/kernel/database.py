@@ -68,8 +68,8 @@ ROUND_NOTE: Final = "round"
 """Key of the note that tells `status` why no round starts, or what the live one waits for."""
 
 
-SETTLED_NS: Final = 10_000_000_000
-"""For so long after a write, the time of a file does not tell what a read finds."""
+SAME_TIME_NS: Final = 1_000_000_000
+"""Two writes within this time may leave a file with one and the same time."""
 
 
 class _ChangedError(StoreError):
@@ -273,8 +273,8 @@ class Store:
 
     def version(self) -> object:
         """A value that is another one after each commit, by whichever process; None where that cannot be told: just
-        after one, and for copies. Take it before a read: while it stays the same, that read finds the same, unless
-        the disk took longer than SETTLED_NS to sync a commit.
+        after one, and for copies. Take it before a read: while it stays the same, that read finds the same, except
+        for a commit that the disk takes long to sync: its files are written before, and a read finds it afterwards.
 
         It looks at the files' times, which costs far less than a read.
         """
@@ -286,9 +286,8 @@ class Store:
                 found = path.stat()
             except OSError:
                 return None
-            # A commit is written first, and a read finds it only when the disk has synced it. And times of files are
-            # those of the last tick of the kernel: a second write may have the same.
-            if time.time_ns() - found.st_mtime_ns < SETTLED_NS:
+            # Times of files are those of the last tick of the kernel: a second write may have the same.
+            if time.time_ns() - found.st_mtime_ns < SAME_TIME_NS:
                 return None
             files.append((found.st_ino, found.st_size, found.st_mtime_ns))
         return tuple(files)
