@@ -254,7 +254,8 @@ class Rounds:
             if worker is not None and not stop.is_set():
                 self._trackers.begin(worker.dir, self._config.tracking.of_round(row.name, self._config.state_dir))
                 code = await WorkerWatch(row.name, worker, usage).follow(seconds, stop)
-            if stop.is_set():
+            # What a worker has finished when the process is stopped is kept.
+            if stop.is_set() and (stop.why or code != 0):
                 await self._end_early(row, RoundState.TRAINING, stop.why, worker)
             else:
                 result = await asyncio.to_thread(result_of, Path(row.dir), code)

@@ -320,6 +320,27 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("end", "state"), [(REFUSES, "evaluating"), ("kill -TERM $$", "planned")])
+async def test_a_stop_that_comes_just_after_the_end_of_a_worker_loses_no_result(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, state: str
+) -> None:
+    """A worker may also have ended of the signal that the daemon has got."""
+    works(tmp_path, monkeypatch, end)
+    await wheel.rounds.plan("test")
+    follow = worker_watch.WorkerWatch.follow
+
+    async def followed(*args: Any) -> int | None:
+        code = await follow(*args)
+        wheel.rounds._stop.ask(StopReason.SIGNAL)
+        return code
+
+    monkeypatch.setattr(worker_watch.WorkerWatch, "follow", followed)
+    assert await wheel.rounds.finish_live() is None
+    row = await wheel.row()
+    assert (row.state, row.attempt, row.pid) == (state, 1, None)
+
+
+@pytest.mark.slow
 async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
