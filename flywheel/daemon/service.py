@@ -42,6 +42,7 @@ from flywheel.store.erasures import ErasureState
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
 from flywheel.store.stages import Pass
+from flywheel.system.clock import steady
 from flywheel.system.lock import INSTANCE_LOCK, is_lost
 from flywheel.system.process import feed_watchdog, in_container, kill_mode, tell_systemd, trim_malloc
 from flywheel.system.signals import Stop, StopReason
@@ -144,7 +145,7 @@ class Service:
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stop, self._judge_new)
         self._request_watch = RequestWatch(store)
         self._looked_at: object = None
-        """The version of the state at the last look for requests."""
+        """The version of the state at the last look for requests, and the minute."""
         self._memory_release = MemoryRelease(store, self._judging)
         self._remove_old = partial(remove_regularly, store, config)
         self.metrics = MetricsServer(
@@ -423,9 +424,11 @@ class Service:
         return frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
 
     async def _do_requests(self) -> None:
-        # Most of the time nothing was written since the last look, which costs a read less.
+        # Most of the time nothing was written since the last look, which costs a read less. Each minute all the same:
+        # a disk that is slow to sync lets a commit be seen long after its files were written.
         version = self._store.version()
-        if version is not None and version == self._looked_at:
+        looked_at = version, steady() // RETRY_SECONDS
+        if version is not None and looked_at == self._looked_at:
             return
         if await self._open_erasures() - self._attempted:
             self._wake(Wake.ERASURE)
@@ -433,7 +436,7 @@ class Service:
         if RequestKind.RETRY in kinds:
             self._sources.read_again()
         self._wake(*kinds)
-        self._looked_at = version
+        self._looked_at = looked_at
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)

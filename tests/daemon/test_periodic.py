@@ -103,6 +103,24 @@ async def test_what_people_ask_for_wakes_its_stage(tmp_path: Path, store: Store)
     await daemon._ingestion.close()
 
 
+async def test_requests_are_looked_for_each_minute_whatever_the_files_of_the_state_say(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is seen only when its disk has synced it, which may be long after its files were written."""
+    now = 0.0
+    monkeypatch.setattr(service, "steady", lambda: now)
+    monkeypatch.setattr(Store, "version", lambda _: "the same")
+    daemon = Service(configuration(tmp_path, []), store)
+    await daemon._do_requests()
+    await store.write(requests.submit, RequestKind.RELEASE, {"tasks": []}, "alice")
+    await daemon._do_requests()
+    assert not daemon._stages["judge"].is_due
+    now += service.RETRY_SECONDS
+    await daemon._do_requests()
+    assert daemon._stages["judge"].is_due
+    await daemon._ingestion.close()
+
+
 async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -254,7 +254,8 @@ class Rounds:
             if worker is not None and not stop.is_set():
                 self._trackers.begin(worker.dir, self._config.tracking.of_round(row.name, self._config.state_dir))
                 code = await WorkerWatch(row.name, worker, usage).follow(seconds, stop)
-            if stop.is_set():
+            # What a worker has finished when the process is stopped is kept.
+            if stop.is_set() and (stop.why or code != 0):
                 await self._end_early(row, RoundState.TRAINING, stop.why, worker)
             else:
                 result = await asyncio.to_thread(result_of, Path(row.dir), code)
@@ -281,7 +282,12 @@ class Rounds:
             await stray.stop()
         worker = await WorkerProcess.start(Path(row.dir), spec, usage.settle)
         pid = worker.pid
-        await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        try:
+            await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        except BaseException:
+            # A worker that is not recorded would not be stopped with the daemon.
+            await worker.stop()
+            raise
         what = f"compares {spec.candidate.summary}" if spec.candidate else f"trains on {len(spec.train)} samples"
         log.info("%s %s (process %d)", row.name, what, pid)
         return worker

@@ -273,7 +273,8 @@ class Store:
 
     def version(self) -> object:
         """A value that is another one after each commit, by whichever process; None where that cannot be told: just
-        after one, and for copies. Take it before a read: while it stays the same, that read finds the same.
+        after one, and for copies. Take it before a read: while it stays the same, that read finds the same, except
+        for a commit that the disk takes long to sync: its files are written before, and a read finds it afterwards.
 
         It looks at the files' times, which costs far less than a read.
         """

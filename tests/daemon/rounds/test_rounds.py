@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,27 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("end", "state"), [(REFUSES, "evaluating"), ("kill -TERM $$", "planned")])
+async def test_a_stop_that_comes_just_after_the_end_of_a_worker_loses_no_result(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, state: str
+) -> None:
+    """A worker may also have ended of the signal that the daemon has got."""
+    works(tmp_path, monkeypatch, end)
+    await wheel.rounds.plan("test")
+    follow = worker_watch.WorkerWatch.follow
+
+    async def followed(*args: Any) -> int | None:
+        code = await follow(*args)
+        wheel.rounds._stop.ask(StopReason.SIGNAL)
+        return code
+
+    monkeypatch.setattr(worker_watch.WorkerWatch, "follow", followed)
+    assert await wheel.rounds.finish_live() is None
+    row = await wheel.row()
+    assert (row.state, row.attempt, row.pid) == (state, 1, None)
+
+
+@pytest.mark.slow
 async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +350,36 @@ async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
         works(tmp_path, monkeypatch, REFUSES)
         assert await wheel.rounds.finish_live() is RoundState.REJECTED
         assert stray.wait(120) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_be_recorded_does_not_go_on(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would stop it with the daemon."""
+    works(tmp_path, monkeypatch, "exec sleep 600")
+    await wheel.rounds.plan("test")
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def started(*args: Any, **named: Any) -> subprocess.Popen[bytes]:
+        workers.append(popen(*args, **named))
+        return workers[-1]
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        popen = subprocess.Popen
+        patch.setattr(worker_process.subprocess, "Popen", started)
+        patch.setattr(rounds_module, "move", full)
+        with pytest.raises(StoreError):
+            await wheel.rounds.finish_live()
+    [worker] = workers
+    try:
+        assert await wheel.state() == "planned"
+        assert worker.poll() == -signal.SIGTERM
+    finally:
+        worker.kill()
 
 
 async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
