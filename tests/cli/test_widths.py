@@ -186,3 +186,14 @@ def test_a_table_that_fits_is_as_wide_as_its_texts(
         told = capsys.readouterr().out
         assert ("The answer is 2." in told) is fits
         assert max(len(line.rstrip()) for line in told.splitlines()) <= 50
+
+
+def test_texts_that_do_not_fit_share_the_width_by_their_ratio(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(("7 plus 4?", "It is 11. " * 20, "It adds both numbers. " * 20))]
+    monkeypatch.setenv("COLUMNS", "110")
+    print_rows(stdout(), ("question", "answer", "why"), rows, wide=0, fold=("answer", "why"))
+    header = capsys.readouterr().out.splitlines()[0]
+    # The reasons have four times as much.
+    assert (header.index("answer"), header.index("why")) == (12, 33)

@@ -78,6 +78,25 @@ async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: py
     assert (experts.cache_bytes, experts.adapter_weights) == (147_456, None)
     latent = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "kv_lora_rank": 512}))
     assert (latent.cache_bytes, latent.adapter_weights) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "cache_bytes"),
+    [
+        # As Gemma 3n has it: a width for each layer.
+        ({"text_config": {**QWEN3_4B, "intermediate_size": [9728] * 36}}, 147_456),
+        ({**QWEN3_4B, "num_key_value_heads": [8] * 36}, None),
+        ({**QWEN3_4B, "num_attention_heads": [32] * 36, "head_dim": None}, None),
+        ({**QWEN3_4B, "hidden_size": "2560"}, None),
+        ({"text_config": "Qwen3"}, None),
+    ],
+)
+async def test_a_model_whose_layers_differ_or_whose_file_is_odd_is_planned_as_far_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], cache_bytes: int | None
+) -> None:
+    found = await planned(monkeypatch, config_of(tmp_path / "m", raw, 1_000), Gpu("H100", 80 * GB))
+    assert (found.model.cache_bytes, found.model.adapter_weights) == (cache_bytes, None)
+    assert found.model.weight_bytes == 1_000
     quantized = config_of(tmp_path / "m", QWEN3_4B, 8 * GB, model={"base": "/m", "trainer_quantization": "4bit"})
     assert (await planned(monkeypatch, quantized, Gpu("L4", 24 * GB))).trainer.total is None
 
