@@ -116,9 +116,11 @@ def model_sizes(config: Config) -> ModelSizes:
     is_wide = "float32" in (text.get("dtype"), text.get("torch_dtype"), raw.get("dtype"), raw.get("torch_dtype"))
     weights, number = weight_bytes(base) or None, 4 if is_wide else 2
     hidden, layers, heads = (text.get(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    size, key_heads = text.get("head_dim"), text.get("num_key_value_heads")
+    size, key_heads, context = (
+        text.get(name) for name in ("head_dim", "num_key_value_heads", "max_position_embeddings")
+    )
     # Some models list what each layer has.
-    is_listed = any(not isinstance(each or 0, int) for each in (hidden, layers, heads, size, key_heads))
+    is_listed = any(not isinstance(each or 0, int) for each in (hidden, layers, heads, size, key_heads, context))
     if is_listed or not (hidden and layers and heads) or "kv_lora_rank" in text:
         return ModelSizes(weights, number)
     size, key_heads = size or hidden // heads, key_heads or heads
@@ -130,7 +132,7 @@ def model_sizes(config: Config) -> ModelSizes:
     named = {*sides} if targets == "all-linear" else {*targets} if isinstance(targets, list) else {targets}
     is_known = "up_proj" in sides and named <= sides.keys()
     adapter = layers * sum(sides[name] for name in named) if is_known else None
-    cache, context = 2 * layers * key_heads * size * number, text.get("max_position_embeddings")
+    cache = 2 * layers * key_heads * size * number
     return ModelSizes(weights, number, cache, adapter, layers * hidden, context)
 
 

@@ -88,6 +88,7 @@ async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: py
         ({**QWEN3_4B, "num_key_value_heads": [8] * 36}, None),
         ({**QWEN3_4B, "num_attention_heads": [32] * 36, "head_dim": None}, None),
         ({**QWEN3_4B, "hidden_size": "2560"}, None),
+        ({**QWEN3_4B, "max_position_embeddings": "40960"}, None),
         ({"text_config": "Qwen3"}, None),
     ],
 )
