@@ -78,6 +78,8 @@ async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: py
     assert (experts.cache_bytes, experts.adapter_weights) == (147_456, None)
     latent = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "kv_lora_rank": 512}))
     assert (latent.cache_bytes, latent.adapter_weights) == (None, None)
+    quantized = config_of(tmp_path / "m", QWEN3_4B, 8 * GB, model={"base": "/m", "trainer_quantization": "4bit"})
+    assert (await planned(monkeypatch, quantized, Gpu("L4", 24 * GB))).trainer.total is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,6 @@ async def test_a_model_whose_layers_differ_or_whose_file_is_odd_is_planned_as_fa
     found = await planned(monkeypatch, config_of(tmp_path / "m", raw, 1_000), Gpu("H100", 80 * GB))
     assert (found.model.cache_bytes, found.model.adapter_weights) == (cache_bytes, None)
     assert found.model.weight_bytes == 1_000
-    quantized = config_of(tmp_path / "m", QWEN3_4B, 8 * GB, model={"base": "/m", "trainer_quantization": "4bit"})
-    assert (await planned(monkeypatch, quantized, Gpu("L4", 24 * GB))).trainer.total is None
 
 
 def test_the_layers_that_have_an_adapter_count(tmp_path: Path) -> None:
