@@ -177,7 +177,8 @@ def print_rows(
     if wide <= console.width:
         table = rows_table(columns, rows, fold=fold)
         # Columns share the width by their ratio only where their texts do not all fit.
-        table.expand = console.width < console.measure(table).maximum
+        unbroken = console.options.update(max_width=UNBROKEN)
+        table.expand = console.width < console.measure(table, options=unbroken).maximum
         console.print(table)
     else:
         _print_lines(console, columns, rows)

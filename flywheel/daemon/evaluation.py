@@ -53,7 +53,7 @@ from flywheel.secrets import masked_url
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.store import deployments, rounds, samples
-from flywheel.system.files import PRIVATE, json_line, make_private, write_atomic
+from flywheel.system.files import PRIVATE, expanded, json_line, make_private, write_atomic
 from flywheel.system.http_client import is_http_url
 from flywheel.system.lock import alone_in
 from flywheel.system.signals import in_daemon_thread
@@ -106,7 +106,7 @@ def model_named(
             hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
             raise ConfigError(attempted, f"{base_url} is no HTTP URL", hint)
         return EvaluatedModel(name, remote=ModelEndpoint(masked_url(base_url.rstrip("/")), name, api_key))
-    folder = Path(name).expanduser().absolute()
+    folder = folder_named(name)
     if name == BASE:
         return EvaluatedModel(BASE, base)
     if name in config.aliases:
@@ -133,6 +133,14 @@ def model_named(
         )
     shown = name if name == adapter else f"{name} ({adapter})"
     return EvaluatedModel(shown, row.base_model, rounds.adapter_ref(conn, adapter))
+
+
+def folder_named(name: str) -> Path:
+    """The folder that a command line names, if it is one. Raises ConfigError for what can be none."""
+    try:
+        return expanded(Path(name)).absolute()
+    except ValueError as error:
+        raise ConfigError(f"evaluate {name}", str(error), "Name another folder.") from None
 
 
 def is_evaluation(folder: Path) -> bool:

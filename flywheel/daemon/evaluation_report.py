@@ -14,6 +14,7 @@ from flywheel.daemon.evaluation import (
     HELD_OUT,
     Evaluation,
     evaluation_settings,
+    folder_named,
     held_out_tasks,
     is_evaluation,
     model_named,
@@ -91,8 +92,7 @@ class Plan:
 
         ours, theirs, earlier = of(asked.model, asked.base_url), None, None
         if asked.against is not None:
-            folder = Path(asked.against).expanduser().absolute()
-            if asked.against_base_url is None and is_evaluation(folder):
+            if asked.against_base_url is None and is_evaluation(folder := folder_named(asked.against)):
                 earlier = folder
             else:
                 theirs = of(asked.against, asked.against_base_url)

@@ -108,24 +108,31 @@ def _shares(config: Config, gpus: int) -> tuple[float, float]:
 
 
 def model_sizes(config: Config) -> ModelSizes:
-    """What the base model's files say. The formulas are those of dense transformers."""
+    """What the base model's files say. The formulas are those of dense transformers whose layers are alike."""
     base, targets = config.model.base, config.training.lora.target_modules
     raw = config_in(folder) if (folder := folder_of(base)) else {}
-    text: Mapping[str, Any] = raw.get("text_config") or raw
+    nested = raw.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, dict) and nested else raw
     is_wide = "float32" in (text.get("dtype"), text.get("torch_dtype"), raw.get("dtype"), raw.get("torch_dtype"))
     weights, number = weight_bytes(base) or None, 4 if is_wide else 2
     hidden, layers, heads = (text.get(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    if not (hidden and layers and heads) or "kv_lora_rank" in text:
+    size, key_heads, context = (
+        text.get(name) for name in ("head_dim", "num_key_value_heads", "max_position_embeddings")
+    )
+    # Some models list what each layer has.
+    is_listed = any(not isinstance(each or 0, int) for each in (hidden, layers, heads, size, key_heads, context))
+    if is_listed or not (hidden and layers and heads) or "kv_lora_rank" in text:
         return ModelSizes(weights, number)
-    size, key_heads = text.get("head_dim") or hidden // heads, text.get("num_key_value_heads") or heads
+    size, key_heads = size or hidden // heads, key_heads or heads
     sides = dict.fromkeys(("q_proj", "o_proj"), hidden + heads * size)
     sides |= dict.fromkeys(("k_proj", "v_proj"), hidden + key_heads * size)
-    if (inner := text.get("intermediate_size")) and not any("experts" in key for key in text):
+    inner, has_experts = text.get("intermediate_size"), any("experts" in key for key in text)
+    if isinstance(inner, int) and inner and not has_experts:
         sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
     named = {*sides} if targets == "all-linear" else {*targets} if isinstance(targets, list) else {targets}
     is_known = "up_proj" in sides and named <= sides.keys()
     adapter = layers * sum(sides[name] for name in named) if is_known else None
-    cache, context = 2 * layers * key_heads * size * number, text.get("max_position_embeddings")
+    cache = 2 * layers * key_heads * size * number
     return ModelSizes(weights, number, cache, adapter, layers * hidden, context)
 
 

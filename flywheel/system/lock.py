@@ -35,7 +35,7 @@ ROLLBACK_LOCK: Final = "rollback.lock"
 STATE_LOCKS: Final = frozenset({INSTANCE_LOCK, SWAP_LOCK, ROLLBACK_LOCK})
 """The lock files of a state directory."""
 LOOK_SECONDS: Final = 0.1
-LOG_AT_ATTEMPT: Final = 10
+LOG_AT_ATTEMPT: Final = 20
 """The wait for a lock is logged at this attempt; there are ten per second."""
 FLOCK: Final = "hhqqi4x"
 """C's struct flock: type, whence, start, length (0: all), process."""

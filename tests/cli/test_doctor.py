@@ -22,6 +22,7 @@ from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.factories.config import write_rubric
+from tests.factories.documented_json import compare, documented
 from tests.factories.judge_server import JudgeServer, form_of
 from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
@@ -509,6 +510,7 @@ def test_the_plan_has_the_memory_and_what_judging_takes(bench: Bench, tmp_path: 
     used = bench.run("filter", "--json").json["usage"]
     assert used["calls"] > 0
     told = bench.run("doctor", "--plan", "--json").json
+    compare(told, documented("doctor --plan"), "doctor --plan")
     names = ("calls", "prompt_tokens", "completion_tokens")
     for part in (told["judging"]["tasks"], told["judging"]["round"]):
         # Each verdict took one call.

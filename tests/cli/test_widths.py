@@ -185,6 +185,17 @@ def test_a_table_that_fits_is_as_wide_as_its_texts(
         assert max(len(line.rstrip()) for line in told.splitlines()) <= 50
 
 
+def test_texts_that_do_not_fit_share_the_width_by_their_ratio(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(("7 plus 4?", "It is 11. " * 20, "It adds both numbers. " * 20))]
+    monkeypatch.setenv("COLUMNS", "110")
+    print_rows(stdout(), ("question", "answer", "why"), rows, wide=0, fold=("answer", "why"))
+    header = capsys.readouterr().out.splitlines()[0]
+    # The reasons have four times as much.
+    assert (header.index("answer"), header.index("why")) == (12, 33)
+
+
 FOLDER = Path("a-rather-long-name-of-a-folder") / "for-the-database-of-an-agentscope-studio" / "of-some-team"
 FACTS = ("ok, generation 1", "105 replies = 96 tasks", "skipped: 3 error", "open traces, longest read")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sqlalchemy import Connection, select, update
 
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
-from flywheel.errors import ServeError, StoreError
+from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.states import DeploymentState
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.environment_variables import SETTINGS_VARIABLE, ServerSettings
@@ -21,7 +22,7 @@ from flywheel.store import deployments, rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import tree_sha256
-from flywheel.system.lock import instance_lock
+from flywheel.system.lock import instance_lock, swap_lock
 from tests.factories.config import with_settings
 from tests.factories.fleet import R1, R2, Fleet, Restarts, config_of
 from tests.factories.round import put_trained
@@ -454,6 +455,17 @@ async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
     fleet.apps[0].faults["/health"] = (status, "says the proxy")
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [(condition, R1), ("ok", R1)]
+
+
+async def test_a_reconciliation_that_a_swap_keeps_from_its_work_says_nothing(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again every 15 seconds, and the swap may be one of this process."""
+    caplog.set_level(logging.INFO, "flywheel")
+    async with swap_lock(fleet.config.state_dir, 0):
+        with pytest.raises(LockedError):
+            await fleet.deployer.reconcile()
+    assert caplog.text == ""
 
 
 async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(fleet: Fleet) -> None:

@@ -49,7 +49,7 @@ def test_models_are_named_as_people_name_them(config: Config, tmp_path: Path) ->
     adapter = folder(tmp_path / "ours", adapter_config__json=about, adapter_model__safetensors=None)
     found = model_named(str(adapter), config, None)
     assert (found.base_model, found.adapter and found.adapter.path) == (str(model), str(adapter))
-    for wrong in ("r0007", str(folder(tmp_path / "empty"))):
+    for wrong in ("r0007", str(folder(tmp_path / "empty")), "~no-such-user/model"):
         with pytest.raises(ConfigError):
             model_named(wrong, config, None)
     with pytest.raises(ConfigError, match="no HTTP URL"):

@@ -82,6 +82,26 @@ async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: py
     assert (await planned(monkeypatch, quantized, Gpu("L4", 24 * GB))).trainer.total is None
 
 
+@pytest.mark.parametrize(
+    ("raw", "cache_bytes"),
+    [
+        # As Gemma 3n has it: a width for each layer.
+        ({"text_config": {**QWEN3_4B, "intermediate_size": [9728] * 36}}, 147_456),
+        ({**QWEN3_4B, "num_key_value_heads": [8] * 36}, None),
+        ({**QWEN3_4B, "num_attention_heads": [32] * 36, "head_dim": None}, None),
+        ({**QWEN3_4B, "hidden_size": "2560"}, None),
+        ({**QWEN3_4B, "max_position_embeddings": "40960"}, None),
+        ({"text_config": "Qwen3"}, None),
+    ],
+)
+async def test_a_model_whose_layers_differ_or_whose_file_is_odd_is_planned_as_far_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], cache_bytes: int | None
+) -> None:
+    found = await planned(monkeypatch, config_of(tmp_path / "m", raw, 1_000), Gpu("H100", 80 * GB))
+    assert (found.model.cache_bytes, found.model.adapter_weights) == (cache_bytes, None)
+    assert found.model.weight_bytes == 1_000
+
+
 def test_the_layers_that_have_an_adapter_count(tmp_path: Path) -> None:
     lora = {"lora": {"target_modules": ["q_proj", "v_proj"]}}
     sizes = model_sizes(config_of(tmp_path / "m", QWEN3_4B, training=lora))

@@ -269,6 +269,23 @@ async def test_a_swap_that_a_rollback_of_another_alias_ends_can_be_tried_again(g
     assert caught.value.retryable
 
 
+@pytest.mark.slow
+async def test_a_swap_that_a_server_refuses_because_of_a_rollback_says_so(
+    gated: tuple[Fleet, Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has not looked for rollbacks since."""
+    monkeypatch.setattr("flywheel.daemon.deployer.LOOK_SECONDS", 600.0)
+    own, gate = gated
+    late = gate.hold_setting(R3)
+    swapping = asyncio.create_task(own.deployer.deploy("r0003", "test"))
+    await until(late.arrived.is_set, "the change of the alias")
+    assert (await own.deployer.rollback())[0] == "r0001"
+    late.opened.set()
+    with pytest.raises(RolledBackError, match="a rollback of agent was asked for meanwhile"):
+        await swapping
+    assert (late.status, await own.targets()) == (409, [R1])
+
+
 async def test_no_swap_begins_beside_a_rollback(gated: tuple[Fleet, Gate]) -> None:
     """It would take the rollback for one of a dead process."""
     own, gate = gated
