@@ -17,6 +17,7 @@ from flywheel.daemon.forecast import forecast
 from flywheel.daemon.resource_plan import ResourcePlan, answers_of_round, model_sizes, plan_of
 from flywheel.errors import TrainError
 from flywheel.store.verdicts import usage_of_newest
+from tests.factories.documented_json import compare, documented
 
 GB = 10**9
 QWEN3_4B = {
@@ -54,7 +55,9 @@ async def test_a_model_of_4b_on_one_gpu_of_80_gb(tmp_path: Path, monkeypatch: py
     assert found.engine.available == 36 * GB  # 0.45, beside the trainer
     assert found.engine.cache_tokens == pytest.approx(175_000, rel=0.01)
     assert found.trainer.parts["adapter_and_optimizer"] == pytest.approx(0.53 * GB, rel=0.01)
-    assert 20 * GB < (found.trainer.total or 0) < 25 * GB
+    # The hidden sizes of 36 layers, and 12 widths of 2560 + 4096 + 9728, for 20,000 tokens in bfloat16.
+    assert found.trainer.parts["activations"] == (36 * 2560 + 12 * 16_384) * 20_000 * 2
+    assert 19 * GB < (found.trainer.total or 0) < 22 * GB
     assert found.trainer.available == 44 * GB
     # Four adapters of rank 64, in bfloat16.
     assert found.server.parts["adapters"] == pytest.approx(4 * 4 * 33.03e6 * 2, rel=0.001)
@@ -78,6 +81,17 @@ async def test_what_does_not_follow_is_not_known(tmp_path: Path, monkeypatch: py
     assert (experts.cache_bytes, experts.adapter_weights) == (147_456, None)
     latent = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "kv_lora_rank": 512}))
     assert (latent.cache_bytes, latent.adapter_weights) == (None, None)
+    for other in (
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"sliding_window": 4096},
+        {"full_attn_idxs": [2]},
+    ):
+        mixed = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, **other}))
+        assert (mixed.cache_bytes, mixed.adapter_weights, mixed.activation_numbers) == (None, None, None)
+    alike = {"layer_types": ["full_attention"] * 36, "sliding_window": 4096, "use_sliding_window": False}
+    assert model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, **alike})).cache_bytes == 147_456
+    fused = model_sizes(config_of(tmp_path / "m", {**QWEN3_4B, "model_type": "phi3"}))
+    assert (fused.cache_bytes, fused.adapter_weights) == (147_456, None)
     quantized = config_of(tmp_path / "m", QWEN3_4B, 8 * GB, model={"base": "/m", "trainer_quantization": "4bit"})
     assert (await planned(monkeypatch, quantized, Gpu("L4", 24 * GB))).trainer.total is None
 
@@ -88,6 +102,24 @@ def test_the_layers_that_have_an_adapter_count(tmp_path: Path) -> None:
     assert sizes.adapter_weights == 36 * (2560 + 4096 + 2560 + 1024)
     wide = model_sizes(config_of(tmp_path / "m", {"text_config": QWEN3_4B, "dtype": "float32"}))
     assert wide.cache_bytes == 2 * 147_456
+
+
+async def test_a_model_that_several_gpus_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = {"rollout": {"tensor_parallel": 2}, "serving": {"extra_args": ["--tensor-parallel-size", "2"]}}
+    config = config_of(tmp_path / "m", QWEN3_4B, 8 * GB, **parallel)
+    found = await planned(monkeypatch, config, *[Gpu("L4", 24 * GB)] * 3)
+    for part in (found.server, found.engine):
+        assert (part.available, part.parts["work"]) == (2 * 21_600_000_000, 4 * GB)
+    assert found.trainer.available == 24 * GB
+
+
+async def test_a_trainer_of_wider_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        tmp_path / "m", QWEN3_4B, 8 * GB, training={"precision": "float32", "micro_batch_tokens": 1000}
+    )
+    found = await planned(monkeypatch, config)
+    assert (found.trainer.parts["weights"], found.engine.parts["weights"]) == (16 * GB, 8 * GB)
+    assert found.trainer.parts["activations"] == (36 * 2560 + 12 * 16_384) * 1000 * 4
 
 
 async def test_a_round_that_cannot_be_placed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +171,27 @@ def test_the_page_shows_the_plan_of_its_model(
     training = {"training": {"micro_batch_tokens": 20_000}}
     file = tmp_path / "flywheel.yaml"
     file.write_text(json.dumps({"model": {"base": "Qwen/Qwen3-4B"}, "judge": {"prices": prices}, **training}))
+    show_plan(file, as_json=True)
+    compare(json.loads(capsys.readouterr().out), documented("doctor --plan"), "doctor --plan")
     show_plan(file, as_json=False)
     page = (Path(__file__).parents[2] / "docs" / "train" / "tune.md").read_text()
     assert f"```\n{capsys.readouterr().out}```\n" in page
+
+
+def test_without_files_or_prices_the_plan_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def judged(_: Config) -> dict[str, Any]:
+        used = {"calls": 1, "prompt_tokens": 2, "completion_tokens": 3, "cost": None}
+        return {"tasks": {"answers": 1000, **used, "learned_from": 4, "more_calls_if_close": 0}}
+
+    monkeypatch.setattr(resource_plan, "_judging", judged)
+    file = tmp_path / "flywheel.yaml"
+    file.write_text(json.dumps({"model": {"base": str(tmp_path / "nothing")}}))
+    show_plan(file, as_json=False)
+    told = capsys.readouterr().out
+    assert "its files are not on this machine" in told
+    assert "cost not known without judge.prices" in told
+    config_of(tmp_path / "nothing", {**QWEN3_4B, "kv_lora_rank": 512}, GB)
+    show_plan(file, as_json=False)
+    assert "does not follow from the config.json of this kind of model" in capsys.readouterr().out
