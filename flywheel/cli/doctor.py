@@ -88,6 +88,7 @@ def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
 
 def show_plan(path: Path | None, *, as_json: bool) -> None:
     """Print the memory and the judging that the configuration at `path` needs."""
+    from flywheel.daemon.checkup import LESS_FOR_SERVER
     from flywheel.daemon.resource_plan import plan_of
 
     config = load_config(path)
@@ -107,10 +108,10 @@ def show_plan(path: Path | None, *, as_json: bool) -> None:
         )
     elif None in (model.cache_bytes, model.adapter_weights):
         about += f"\nwhat is {UNKNOWN} does not follow from the config.json of this kind of model"
-    rows: list[tuple[str, ...]] = [
-        ("model", config.model.base, about),
-        ("gpu", "", ", ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus) or "none is used here"),
-    ]
+    there = ", ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus) or "none is used here"
+    if found.conflict:
+        there += f"\n{found.conflict}\n→ {LESS_FOR_SERVER}"
+    rows: list[tuple[str, ...]] = [("model", config.model.base, about), ("gpu", "", there)]
     for name, memory in (("server", found.server), ("engine", found.engine), ("trainer", found.trainer)):
         rows.append((name, _bytes(memory.total), _memory_text(memory)))
     if not found.judging:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 from flywheel.config.file import Config
-from flywheel.daemon.checkup import Gpu, list_gpus, server_share, version_of
+from flywheel.daemon.checkup import Gpu, list_gpus, overbooked, server_share, version_of
 from flywheel.daemon.forecast import forecast
 from flywheel.daemon.judging.judging_report import cost_of
 from flywheel.errors import TrainError
@@ -76,6 +76,8 @@ class ResourcePlan(Struct, frozen=True):
     engine: Memory
     trainer: Memory
     judging: dict[str, dict[str, Any]]
+    conflict: str
+    """Why server and round do not fit one GPU together; empty if they do."""
 
     def as_json(self) -> dict[str, Any]:
         made: dict[str, Any] = to_builtins(self)
@@ -107,6 +109,7 @@ async def plan_of(config: Config) -> ResourcePlan:
         _engine(sizes, loaded, rollout.max_model_len, _times(memory, of_engine), rollout.tensor_parallel),
         Memory(trained, _sum(trained), tokens, _times(memory, of_trainer)),
         await _judging(config),
+        overbooked(config, len(gpus), of_engine) if of_engine else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,35 @@ async def test_a_model_of_4b_on_one_gpu_of_80_gb(tmp_path: Path, monkeypatch: py
     assert found.server.parts["cache"] == pytest.approx(6.04 * GB, rel=0.001)
 
 
+QWEN3 = {  # hidden size, layers, heads, inner size, GB of weights
+    "Qwen3-0.6B": (1024, 28, 16, 3072, 1.5),
+    "Qwen3-1.7B": (2048, 28, 16, 6144, 4.06),
+    "Qwen3-4B": (2560, 36, 32, 9728, 8.045),
+    "Qwen3-8B": (4096, 36, 32, 12_288, 16.4),
+    "Qwen3-14B": (5120, 40, 40, 17_408, 29.5),
+    "Qwen3-32B": (5120, 64, 64, 25_600, 65.5),
+}
+
+
+@pytest.mark.parametrize("name", QWEN3)
+async def test_the_page_says_which_gpu_a_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hidden, layers, heads, inner, weights = QWEN3[name]
+    raw = {**QWEN3_4B, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    cells = list[float]()
+    for tokens in (4096, 16_384):
+        sections = {"rollout": {"max_model_len": tokens}, "training": {"micro_batch_tokens": tokens}}
+        config = config_of(tmp_path / "m", {**raw, "intermediate_size": inner}, int(weights * GB), **sections)
+        found = await planned(monkeypatch, config)
+        server, engine, trainer = found.server.total, found.engine.total, found.trainer.total
+        assert server and engine and trainer
+        cells = cells or [server / 0.9]
+        cells += [max(engine / 0.45, trainer / 0.55), max(engine / 0.9, trainer)]
+    page = (Path(__file__).parents[2] / "docs" / "train" / "tune.md").read_text()
+    assert f"| {name} | {' | '.join(str(math.ceil(cell / GB)) for cell in cells)} |\n" in page
+
+
 async def test_what_a_trainer_on_an_h100_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/results/gpu.md: 2.9 GiB at most, in passes of 10,240 tokens."""
     training = {"training": {"micro_batch_tokens": 10_240}}
@@ -122,6 +152,15 @@ async def test_a_trainer_of_wider_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.trainer.parts["activations"] == (36 * 2560 + 12 * 16_384) * 1000 * 4
 
 
+async def test_a_server_and_a_round_that_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu = Gpu("H100", 80 * GB)
+    both = await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B), gpu)
+    assert "the server takes 0.9 of it and a rollout engine 0.45" in both.conflict
+    less = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
+    assert not (await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B, **less), gpu)).conflict
+
+
 async def test_a_round_that_cannot_be_placed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path / "m", QWEN3_4B, rollout={"tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 in all"):
@@ -169,8 +208,9 @@ def test_the_page_shows_the_plan_of_its_model(
     monkeypatch.setattr(resource_plan, "read_once", read_once)
     prices = {"input_per_million": 0.15, "output_per_million": 0.60, "currency": "USD"}
     training = {"training": {"micro_batch_tokens": 20_000}}
+    away = {"serving": {"urls": ["http://10.0.0.11:8000"]}}
     file = tmp_path / "flywheel.yaml"
-    file.write_text(json.dumps({"model": {"base": "Qwen/Qwen3-4B"}, "judge": {"prices": prices}, **training}))
+    file.write_text(json.dumps({"model": {"base": "Qwen/Qwen3-4B"}, "judge": {"prices": prices}, **training, **away}))
     show_plan(file, as_json=True)
     compare(json.loads(capsys.readouterr().out), documented("doctor --plan"), "doctor --plan")
     show_plan(file, as_json=False)
