@@ -567,11 +567,15 @@ def examine_gpu(config: Config) -> Finding:
 def overbooked(config: Config, gpus: int, engine: float) -> str:
     """Why a server of this machine and an engine with this share cannot be on a GPU together; empty if they can."""
     server = server_share(config)
-    # By default server and round both use the first GPU.
-    if not _is_local(config) or "CUDA_VISIBLE_DEVICES" in os.environ or server + engine <= 1:
+    if not is_beside_rounds(config) or server + engine <= 1:
         return ""
     shared = "it" if gpus == 1 else "the first"
     return f"the server takes {server:g} of {shared} and a rollout engine {engine:g}, which is more than 1"
+
+
+def is_beside_rounds(config: Config) -> bool:
+    """Whether the server is on the first GPU of this machine, as rounds are: by default both use it."""
+    return _is_local(config) and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def server_share(config: Config) -> float:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 from flywheel.config.file import Config
-from flywheel.daemon.checkup import Gpu, list_gpus, overbooked, server_share, version_of
+from flywheel.daemon.checkup import Gpu, is_beside_rounds, list_gpus, overbooked, server_share, version_of
 from flywheel.daemon.forecast import forecast
 from flywheel.daemon.judging.judging_report import cost_of
 from flywheel.errors import TrainError
@@ -119,7 +119,9 @@ def _shares(config: Config, gpus: int) -> tuple[float, float]:
     placed = place_on_gpus(rollout.engines, gpus, trainers=config.training.workers, tensor_parallel=parallel)
     shares = [(engine.place, engine.memory(rollout.gpu_memory_utilization)) for engine in placed.engines]
     beside = sum(share for place, share in shares if place == placed.trainers[0].place)
-    return min(share for _, share in shares), 1 - beside
+    if gpus == 1 and is_beside_rounds(config):
+        beside += server_share(config)
+    return min(share for _, share in shares), max(0.0, 1 - beside)
 
 
 def model_sizes(config: Config) -> ModelSizes:

@@ -49,7 +49,8 @@ async def planned(monkeypatch: pytest.MonkeyPatch, config: Config, *gpus: Gpu) -
 
 async def test_a_model_of_4b_on_one_gpu_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-4B has 4.02 billion weights, and 33 million of an adapter of rank 16 (PEFT)."""
-    config = config_of(tmp_path / "m", QWEN3_4B, 8_045_000_000)
+    away = {"serving": {"urls": ["http://10.0.0.11:8000"]}}
+    config = config_of(tmp_path / "m", QWEN3_4B, 8_045_000_000, **away)
     found = await planned(monkeypatch, config, Gpu("H100", 80 * GB))
     assert found.model.cache_bytes == 147_456
     assert found.model.adapter_weights == 33_030_144 / 16
@@ -158,7 +159,9 @@ async def test_a_server_and_a_round_that_share_a_gpu(tmp_path: Path, monkeypatch
     both = await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B), gpu)
     assert "the server takes 0.9 of it and a rollout engine 0.45" in both.conflict
     less = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
-    assert not (await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B, **less), gpu)).conflict
+    fits = await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B, **less), gpu)
+    assert not fits.conflict
+    assert fits.trainer.available == pytest.approx(0.15 * 80 * GB)  # what server and engine leave
 
 
 async def test_a_round_that_cannot_be_placed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
