@@ -89,7 +89,8 @@ async def plan_of(config: Config) -> ResourcePlan:
     sizes, gpus = model_sizes(config), _gpus()
     rollout, training, serving = config.rollout, config.training, config.serving
     memory = min((gpu.memory for gpu in gpus), default=None)
-    of_engine, of_trainer = _shares(config, len(gpus)) if gpus else (None, None)
+    # Rounds on a cluster have other GPUs than this machine.
+    of_engine, of_trainer = _shares(config, len(gpus)) if gpus and config.ray.address is None else (None, None)
     slots = serving.max_lora_rank * config.max_adapters * sizes.number_bytes
     loaded = ENGINE_SLOTS * training.lora.r * sizes.number_bytes
     served = gpus_of_server(serving.extra_args)

@@ -168,6 +168,10 @@ async def test_a_round_that_cannot_be_placed_is_an_error(tmp_path: Path, monkeyp
     config = config_of(tmp_path / "m", QWEN3_4B, rollout={"tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 in all"):
         await planned(monkeypatch, config, Gpu("L4", 24 * GB))
+    cluster = config_of(tmp_path / "m", QWEN3_4B, rollout={"tensor_parallel": 2}, ray={"address": "10.0.0.10:6379"})
+    found = await planned(monkeypatch, cluster, Gpu("L4", 24 * GB))
+    assert (found.engine.available, found.trainer.available) == (None, None)
+    assert found.server.available == 0.9 * 24 * GB
 
 
 @pytest.mark.parametrize(
