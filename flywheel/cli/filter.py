@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ from flywheel.sources.jsonl.record import entries_of, rows_of_file
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.system.process import tune_process
-from flywheel.system.signals import StopSignals, use_default
+from flywheel.system.signals import Stop, use_default
 
 PREVIEWED: Final = 2_000
 """A dry run of up to this many tasks first prints an estimate."""
@@ -236,14 +235,11 @@ def _rubric(file: Path | None) -> Rubric | None:
     return load_rubric(file, "Name a rubric in YAML.") if file is not None else None
 
 
-async def _until_signal(
-    work: Coroutine[Any, Any, JudgingReport], stop: threading.Event, options: _Options, what: str, left: str
-) -> JudgingReport:
+async def _until_signal(work: Coroutine[Any, Any, JudgingReport], stop: Stop, what: str, left: str) -> JudgingReport:
     """The report of the judging, which a signal stops; its error says so then. Raises StoppedError without one."""
-    interruption = StopSignals(options.config.daemon.drain_seconds)
-    report = await interruption.during(work, stop.set)
-    if interruption.by is not None:
-        stopped = interruption.error(what, left)
+    report = await stop.during(work)
+    if stop.by is not None:
+        stopped = stop.error(what, left)
         if report is None:
             raise stopped
         report.error = stopped
@@ -284,10 +280,10 @@ async def _filter(options: _Options) -> _Judged:
                 shown[judged.task.id] = judged.json(grader.hashes, tokens)
                 step()
 
-            stop = threading.Event()
+            stop = Stop(options.config.daemon.drain_seconds)
             judging = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
             left = "Nothing was written." if options.dry_run else "Verdicts are stored, other tasks are unchanged."
-            report = await _until_signal(judging, stop, options, "judge all that is due", left)
+            report = await _until_signal(judging, stop, "judge all that is due", left)
         if warning := await store.read(verdicts.none_accepted, options.config.filter.warn_window):
             complain(f"warning: {warning}")
     cases = [found[task] for task in sorted(found)]
@@ -360,7 +356,7 @@ async def _compare(options: _Options, against: Path | None, judge: str | None) -
             _print_estimate(by_old, estimator.cost(by_old), f"{names[0]}, less what both ask: ")
         with of_tasks("comparing", 2 * total, quiet=options.quiet) as step:
             work = comparison.run(step)
-            report = await _until_signal(work, comparison.stop, options, "compare all tasks", "Nothing was written.")
+            report = await _until_signal(work, comparison.stop, "compare all tasks", "Nothing was written.")
     told = comparison.json(names, estimator)
     notes = [f"{names[0]} → {names[1]}: {tables.accepted_shares(told)}"]
     return _Judged(told, report.error, unjudged(comparison.cases, new.id, options.keys, report.error), notes)

@@ -22,7 +22,7 @@ from flywheel.daemon.rounds.by_hand import left_of_round
 from flywheel.daemon.service import Service
 from flywheel.errors import FlywheelError
 from flywheel.system.process import tune_process
-from flywheel.system.signals import StopSignals
+from flywheel.system.signals import Stop
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +83,12 @@ async def _run(
 ) -> FlywheelError | None:
 
     async with open_state(config, lock=True) as store:
-        service = Service(config, store)
+        stop = Stop(config.daemon.drain_seconds)
+        service = Service(config, store, stop)
         if once:
-            interruption = StopSignals(config.daemon.drain_seconds)
-            error = await interruption.during(service.once(max_rounds), service.halt)
-            if interruption.by is not None:
-                raise interruption.error("do all that is due", await store.read(left_of_round))
+            error = await stop.during(service.once(max_rounds))
+            if stop.by is not None:
+                raise stop.error("do all that is due", await store.read(left_of_round))
             return error
         # Objects that exist now live as long as the process. Without this each full garbage collection would stop all
         # threads for a tenth of a second, also during a read of a source.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import why_changed, why_unloadable
-from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.client.adapter_swap import (
     Fence,
     OtherVersion,
@@ -34,7 +34,6 @@ from flywheel.serving.client.adapter_swap import (
     retire,
     rollback,
     swap,
-    version_name,
 )
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import has_left, replica_urls
@@ -50,6 +49,8 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
+RECONCILE_WAIT_SECONDS = 1.0
+"""How long a reconciliation waits for another holder of the swap lock, which is brief where no swap is running."""
 AB_TEST_SLOTS = 3
 """Slots that a swap needs during an A/B test: for both versions and the next one."""
 GRACE_SECONDS = 0.3
@@ -89,19 +90,32 @@ class Deployer:
             return self
         return self._others.setdefault(config.target, Deployer(self._store, config))
 
-    @contextlib.asynccontextmanager
-    async def _replicas(self, wait_seconds: float) -> AsyncIterator[tuple[list[Replica], int]]:
-        """The inference servers, while this process holds the swap lock, and the number of the last rollback."""
-        keys = self._keys()
-        last = 0
+    async def _alone(self, wait_seconds: float, work: Callable[[list[Replica], Fence], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work`, with the inference servers, while this process holds the swap lock. A rollback that
+        is asked for from now on cancels it, and closes the fence.
 
-        async def begin() -> None:
-            nonlocal last
-            last = await self._store.write(_begun)
+        Raises RolledBackError, also for what failed because of the rollback; LockedError; ServeError.
+        """
+        keys, last = self._keys(), await self._store.read(deployments.newest_rollback)
+        fence = partial(self._store.read, _check_not_rolled_back, last, self._alias)
+        async with self._lock(wait_seconds), self._clients(keys) as servers:
+            working = asyncio.ensure_future(work(servers, fence))
+            try:
+                while not (await asyncio.wait((working,), timeout=LOOK_SECONDS))[0]:
+                    await fence()
+            except BaseException:
+                working.cancel()
+                await asyncio.wait((working,))
+                if working.cancelled() or working.exception() is not None:
+                    raise  # else it was recorded before
+            if not working.cancelled() and working.exception() is not None:
+                await fence()
+            return working.result()
 
-        lock = swap_lock(self._config.state_dir, wait_seconds, begin=begin)
-        async with lock, self._clients(keys) as servers:
-            yield servers, last
+    def _lock(self, wait_seconds: float) -> AbstractAsyncContextManager[int | None]:
+        """The swap lock; how many swaps and rollbacks have failed, as dead processes left them."""
+        end_unfinished = partial(self._store.write, deployments.fail_unfinished, "its process died")
+        return swap_lock(self._config.state_dir, wait_seconds, begin=end_unfinished)
 
     def _keys(self) -> dict[str, str | None]:
         """The admin key by entry of `serving.urls`."""
@@ -118,40 +132,12 @@ class Deployer:
                 for url, entry in (await replica_urls(serving)).items()
             ]
 
-    async def _unless_rolled_back(self, last: int, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when a rollback is asked for after the one of number `last`.
-
-        Raises RolledBackError, also for what failed because of the rollback.
-        """
-        working = asyncio.ensure_future(work)
-        fence = self._fence(last)
-        try:
-            while not (await asyncio.wait((working,), timeout=LOOK_SECONDS))[0]:
-                await fence()
-        except BaseException:
-            working.cancel()
-            await asyncio.wait((working,))
-            if working.cancelled() or working.exception() is not None:
-                raise  # else it was recorded before
-        if not working.cancelled() and working.exception() is not None:
-            await fence()
-        return working.result()
-
-    def _fence(self, last: int) -> Fence:
-        return partial(self._store.read, _check_not_rolled_back, last, self._alias)
-
     async def recover(self) -> int:
         """Mark the unfinished swaps of dead processes as failed; returns how many. A running swap is left alone."""
-        ended = 0
-
-        async def end_unfinished() -> None:
-            nonlocal ended
-            ended = await self._store.write(deployments.fail_unfinished, "its process died")
-
         with contextlib.suppress(LockedError):
-            async with swap_lock(self._config.state_dir, 0, begin=end_unfinished):
-                pass
-        return ended
+            async with self._lock(0) as ended:
+                return ended or 0
+        return 0
 
     async def deploy(
         self,
@@ -169,9 +155,8 @@ class Deployer:
             why = await self._store.read(rounds.why_unprovable, row.id)
             raise ServeError(attempted, why or NO_PROBE, "Deploy another adapter. A rollback to it needs no proof.")
         probe = _probe(row, attempted)
-        last = await self._store.read(deployments.newest_rollback)
 
-        async def deployed(found: list[Replica]) -> SwapReport:
+        async def deployed(found: list[Replica], fence: Fence) -> SwapReport:
             # Inside the lock: its last holder may have deployed something else.
             active = await self._store.read(deployments.active, self._alias)
             serves = active.adapter if active is not None else None
@@ -182,14 +167,15 @@ class Deployer:
             if ab_test is not None and serves == adapter:
                 raise ServeError(attempted, "it serves already, and an alias has an A/B test between two versions")
             recorded = {"other": serves, **asdict(ab_test)} if ab_test is not None else None
-            other = await self._other(recorded)
-            await self._make_room(servers, adapter, self._fence(last))
+            other = await self._store.read(_other, recorded)
+            await self._make_room(servers, adapter, fence)
+            await fence()
             urls = [each.url for each in servers]
-            number = await self._store.write(_requested, last, self._alias, urls, adapter, reason, recorded)
+            number = await self._store.write(deployments.request, self._alias, urls, adapter, reason, recorded)
 
             async def check(lost: AdapterRef) -> None:
                 if lost.name != adapter:
-                    await self._checked(lost.name, f"load adapter {lost.name} again")
+                    await self._check_again(lost)
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
                 if state in (DeploymentState.LOADING, DeploymentState.PROBING):
@@ -197,15 +183,11 @@ class Deployer:
                 elif state is DeploymentState.ACTIVE and report is not None:
                     await self._activate(number, report)
 
-            try:
-                fence, left = self._fence(last), self._has_left
-                return await swap(servers, self._alias, _ref(row), probe, on_state, other, check, fence, left)
-            except BaseException as error:
-                await self._fail(number, error)
-                raise
+            async with self._failing(number):
+                ref, left = _ref(row), self._has_left
+                return await swap(servers, self._alias, ref, probe, on_state, other, check, fence, left)
 
-        async with self._replicas(WAIT_SECONDS) as (servers, _):
-            report = await self._unless_rolled_back(last, deployed(servers))
+        report = await self._alone(WAIT_SECONDS, deployed)
         await self._publish()
         return report
 
@@ -214,33 +196,23 @@ class Deployer:
 
         Raises ServeError. If it names replicas that did not follow, the others have, and `reconcile` brings these.
         """
-        last = await self._store.read(deployments.newest_rollback)
 
-        async def ended(servers: list[Replica]) -> SwapReport | None:
+        async def ended(servers: list[Replica], fence: Fence) -> SwapReport | None:
             active = await self._store.read(deployments.active, self._alias)
             if active is None or active.ab_test is None:
                 return None
+            ref = await self._store.read(rounds.adapter_ref, active.adapter)
             try:
-                ref = await self._store.read(rounds.adapter_ref, active.adapter)
-                report = await rollback(servers, self._alias, ref, fence=self._fence(last))
+                report = await rollback(servers, self._alias, ref, fence=fence)
             except RollbackError as error:
-                if any(not replica.error for replica in error.report.replicas):
+                if error.report.any_followed:
                     await self._store.write(_end_ab_test, active.id, error.report, reason)
                 attempted = f"end the A/B test of {self._alias} on every replica"
                 raise ServeError(attempted, error.why, error.hint, retryable=True) from error
             await self._store.write(_end_ab_test, active.id, report, reason)
             return report
 
-        async with self._replicas(WAIT_SECONDS) as (servers, _):
-            return await self._unless_rolled_back(last, ended(servers))
-
-    async def _other(self, ab_test: dict[str, Any] | None) -> OtherVersion | None:
-        """The other version of a recorded A/B test."""
-        if ab_test is None:
-            return None
-        row = await self._store.read(rounds.adapter, ab_test["other"]) if ab_test["other"] else None
-        probe = _probe(row, f"prove adapter {ab_test['other']}")
-        return OtherVersion(_ref(row), probe, ab_test["share"], ab_test["salt"])
+        return await self._alone(WAIT_SECONDS, ended)
 
     async def _has_left(self, replica: Replica) -> bool:
         return await has_left(self._config.serving, replica.url)
@@ -273,34 +245,33 @@ class Deployer:
         if (folder := self._config.deploy.publish) is None:
             return
         # Not at the top: a rollback needs none of it.
-        from flywheel.daemon.publishing import model_card, publish
+        from flywheel.daemon.publishing import deployed_target, publish
         from flywheel.serving.server.vllm_command import base_name
 
-        active = await self._store.read(deployments.active, self._alias)
-        if active is None:
+        found = await self._store.read(deployed_target, self._alias, base_name(self._config.model.base))
+        if found is None:
             return
-        base, other = base_name(self._config.model.base), await self._other(active.ab_test)
-        ref = await self._store.read(rounds.adapter_ref, active.adapter)
-        name = version_name(self._alias, ref.name) if ref is not None else base
-        ab_test = other.ab_test(self._alias, base) if other is not None else None
-        path, sha256 = (ref.path, ref.sha256) if ref is not None else (None, None)
-        target = AliasTarget(name, path, sha256, ab_test)
-        cards = {
-            each.name: await self._store.read(model_card, self._alias, each.name.rpartition("@")[2])
-            for each in target.versions
-            if each.path
-        }
         try:
-            if await asyncio.to_thread(publish, folder, self._alias, target, cards):
-                log.info("%s is published in %s", name, folder)
+            if await asyncio.to_thread(publish, folder, self._alias, *found):
+                log.info("%s is published in %s", found[0].name, folder)
             self._unpublished = ""
         except (OSError, ValueError) as error:
             if str(error) != self._unpublished:
-                log.warning("%s is not published in %s: %s", name, folder, error)
+                log.warning("%s is not published in %s: %s", found[0].name, folder, error)
             self._unpublished = str(error)
 
-    async def _fail(self, number: int, error: BaseException) -> None:
-        await asyncio.shield(self._store.write(_failed, number, error))
+    @contextlib.asynccontextmanager
+    async def _failing(self, number: int) -> AsyncIterator[None]:
+        """Record that a swap or a rollback has failed, if it has. One that a replica followed counts as done:
+        `reconcile` brings the others there."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, RollbackError) and error.report.any_followed:
+                await self._activate(number, error.report)
+            else:
+                await asyncio.shield(self._store.write(_failed, number, error))
+            raise
 
     async def _checked(self, adapter: str | None, attempted: str) -> Row[Any] | None:
         """The adapter, after a check that its files are those that were evaluated; None for the base model.
@@ -328,6 +299,12 @@ class Deployer:
             await self._store.write(move, row.id, state, AdapterState.READY, "its files are complete again")
         return row
 
+    async def _check_again(self, lost: AdapterRef) -> None:
+        """Raises ServeError when an adapter that was deployed must not be loaded again."""
+        attempted = f"load adapter {lost.name} again"
+        hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
+        self._check_base(await self._checked(lost.name, attempted), attempted, hint)
+
     def _check_base(self, row: Row[Any] | None, attempted: str, hint: str) -> None:
         base = self._config.model.base
         if row is not None and row.base_model != base:
@@ -341,81 +318,54 @@ class Deployer:
         A swap in progress is ended; it was not recorded, so the adapter before it is the one that is rolled back.
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
-        async with rollback_lock(self._config.state_dir, GRACE_SECONDS):
-            return await self._rollback(to, why)
-
-    async def _rollback(self, to: str | None, why: str) -> tuple[str | None, SwapReport]:
         keys = self._keys()
-        number, row = await self._store.write(self._begin_rollback, to, why)
-        target = row.name if row is not None else None
-        attempted = f"roll {self._alias} back to {target}"
-
-        async def check(_: AdapterRef) -> None:
-            await self._checked(target, attempted)
-
         lock = swap_lock(self._config.state_dir, GRACE_SECONDS, take_over=True)
-        async with lock, self._clients(keys) as servers:
-            try:
-                fence = partial(self._store.read, deployments.check_unfinished, number)
-                if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
-                    await self._make_room(servers, target, fence)
-                # The files of a version that is still loaded are not needed.
-                report = await rollback(servers, self._alias, _ref(row), check, fence)
-            except RollbackError as error:
-                # Once recorded, `reconcile` rolls the other replicas back too.
-                if any(not replica.error for replica in error.report.replicas):
-                    await self._activate(number, error.report)
-                else:
-                    await self._fail(number, error)
-                raise
-            except BaseException as error:
-                await self._fail(number, error)
-                raise
-            await self._activate(number, report)
+        async with rollback_lock(self._config.state_dir, GRACE_SECONDS):
+            number, ref = await self._store.write(self._begin_rollback, to, why)
+            target = ref.name if ref is not None else None
+            async with lock, self._clients(keys) as servers:
+                async with self._failing(number):
+                    fence = partial(self._store.read, deployments.check_unfinished, number)
+                    if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
+                        await self._make_room(servers, target, fence)
+                    # The files of a version that is still loaded are not needed.
+                    report = await rollback(servers, self._alias, ref, self._check_again, fence)
+                await self._activate(number, report)
         return target, report
 
     async def roll_servers_back(self, to: str | None = None) -> None:
         """Go back on the servers alone, while the state can be read and not be written: `rollback` must follow.
         Raises nothing for a server that does not follow."""
-        row = await self._store.read(self._rollback_adapter, to)
+        ref = await self._store.read(self._rollback_adapter, to)
         async with self._clients(self._keys()) as servers:
             with contextlib.suppress(RollbackError):
-                await rollback(servers, self._alias, _ref(row))
+                await rollback(servers, self._alias, ref)
 
-    def _begin_rollback(self, conn: Connection, to: str | None, why: str) -> tuple[int, Row[Any] | None]:
+    def _begin_rollback(self, conn: Connection, to: str | None, why: str) -> tuple[int, AdapterRef | None]:
         """Record the rollback, which ends a swap in progress; its number, and the adapter. Raises ServeError."""
-        row = self._rollback_adapter(conn, to)
-        target = row.name if row is not None else None
-        return deployments.request_rollback(conn, self._alias, self._config.serving.urls, target, why), row
+        ref = self._rollback_adapter(conn, to)
+        target = ref.name if ref is not None else None
+        return deployments.request_rollback(conn, self._alias, self._config.serving.urls, target, why), ref
 
-    def _rollback_adapter(self, conn: Connection, to: str | None) -> Row[Any] | None:
+    def _rollback_adapter(self, conn: Connection, to: str | None) -> AdapterRef | None:
         """The adapter to go back to; None for the base model. Raises ServeError."""
-        target = self._rollback_target(conn, to)
-        attempted = f"roll {self._alias} back to {target}"
-        row = rounds.adapter(conn, target) if target is not None else None
-        if target is not None and row is None:
+        active = deployments.active(conn, self._alias)
+        if to is None and active is None:
+            why = "nothing was deployed yet"
+            raise ServeError(f"roll {self._alias} back", why, "The base model serves already.")
+        target = to if to is not None else active.previous if active is not None else None
+        if target in (None, "base"):
+            return None
+        attempted, row = f"roll {self._alias} back to {target}", rounds.adapter(conn, target)
+        if row is None:
             raise _unknown(attempted)
+        if not deployments.has_served(conn, self._alias, target):
+            raise ServeError(
+                attempted, f"{target} has never served", f"Use `flywheel deploy {target}`, which proves it first."
+            )
         hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
         self._check_base(row, attempted, hint)
-        return row
-
-    def _rollback_target(self, conn: Connection, to: str | None) -> str | None:
-        active = deployments.active(conn, self._alias)
-        if to is None:
-            if active is None:
-                raise ServeError(
-                    f"roll {self._alias} back", "nothing was deployed yet", "The base model serves already."
-                )
-            return str(active.previous) if active.previous else None
-        if to == "base":
-            return None
-        if rounds.adapter(conn, to) is not None and not deployments.has_served(conn, self._alias, to):
-            raise ServeError(
-                f"roll {self._alias} back to {to}",
-                f"{to} has never served",
-                f"Use `flywheel deploy {to}`, which proves it first.",
-            )
-        return to
+        return _ref(row)
 
     async def reconcile(self) -> SwapReport:
         """Load the active adapter, and the other one of an A/B test, on servers that lost it (a restart), and unload
@@ -426,8 +376,7 @@ class Deployer:
         ServeError when no request can be made.
         """
         try:
-            async with self._replicas(0) as (servers, last):
-                report = await self._unless_rolled_back(last, self._reconcile(servers, self._fence(last)))
+            report = await self._alone(RECONCILE_WAIT_SECONDS, self._reconcile)
         except RolledBackError as error:
             raise LockedError(error.attempted, error.why, error.hint, retryable=True) from None
         except ServeError as error:  # the admin key is missing or invalid
@@ -445,18 +394,13 @@ class Deployer:
             await self._store.write(_noted, report)
             return report
         # A first swap that died leaves nothing active and may have moved aliases: back to the base model.
-        adapter = active.adapter if active is not None else None
+        adapter, ab_test = (active.adapter, active.ab_test) if active is not None else (None, None)
         row = await self._store.read(rounds.adapter, adapter) if adapter else None
-        probe = _probe(row, f"prove adapter {adapter}")
-        other = await self._other(active.ab_test if active is not None else None)
-
-        async def check(lost: AdapterRef) -> None:
-            attempted = f"load adapter {lost.name} again"
-            hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
-            self._check_base(await self._checked(lost.name, attempted), attempted, hint)
-
+        ref, probe = _ref(row), _probe(row, f"prove adapter {adapter}")
+        other = await self._store.read(_other, ab_test)
         before = await self._store.read(deployments.replica_states, self._alias)
-        report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, other, fence)
+        check, proven = self._check_again, self._proven
+        report = await reconcile(servers, self._alias, ref, probe, check, proven, other, fence)
         await fence()
         await self._store.write(_noted, report)
         for each in report.changed:
@@ -491,25 +435,6 @@ def _check_not_rolled_back(conn: Connection, last: int, alias: str) -> None:
         )
 
 
-def _begun(conn: Connection) -> int:
-    """End what a dead process left: none works on a swap or a rollback now. The number of the last rollback."""
-    deployments.fail_unfinished(conn, "its process died")
-    return deployments.newest_rollback(conn)
-
-
-def _requested(
-    conn: Connection,
-    last: int,
-    alias: str,
-    endpoints: list[str],
-    adapter: str | None,
-    reason: str,
-    ab_test: dict[str, Any] | None,
-) -> int:
-    _check_not_rolled_back(conn, last, alias)
-    return deployments.request(conn, alias, endpoints, adapter, reason, ab_test)
-
-
 def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:
     deployments.activate(conn, number, report.alias, report.as_json())
     rounds.decide_passed(conn, config.target, report.alias, config.training.max_uses)
@@ -535,6 +460,15 @@ def _noted(conn: Connection, report: SwapReport) -> None:
 
 def _ref(row: Row[Any] | None) -> AdapterRef | None:
     return AdapterRef(name=row.name, path=row.path, sha256=row.sha256) if row is not None else None
+
+
+def _other(conn: Connection, ab_test: Mapping[str, Any] | None) -> OtherVersion | None:
+    """The other version of a recorded A/B test. Raises ServeError."""
+    if ab_test is None:
+        return None
+    row = rounds.adapter(conn, ab_test["other"]) if ab_test["other"] else None
+    probe = _probe(row, f"prove adapter {ab_test['other']}")
+    return OtherVersion(_ref(row), probe, ab_test["share"], ab_test["salt"])
 
 
 def _probe(row: Row[Any] | None, attempted: str) -> Probe | None:

@@ -95,47 +95,44 @@ class EvaluatedModel:
         return {"name": self.name, "base_model": self.base_model, "adapter_sha256": sha256}
 
 
-def model_named(name: str, config: Config, conn: Connection | None) -> EvaluatedModel:
-    """The model that a command line names: `base`, an alias (what is deployed), a round's adapter, or a folder with
-    an adapter or a model. Without a state, `conn` is None. Raises ConfigError."""
+def model_named(
+    name: str, config: Config, conn: Connection | None, base_url: str | None = None, api_key: str = ""
+) -> EvaluatedModel:
+    """The model that a command line names: `base`, an alias (what is deployed), a round's adapter, a folder with an
+    adapter or a model, or what an endpoint has by this name. Without a state, `conn` is None. Raises ConfigError."""
     attempted, base = f"evaluate {name}", config.model.base
+    if base_url is not None:
+        if not is_http_url(base_url):
+            hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
+            raise ConfigError(attempted, f"{base_url} is no HTTP URL", hint)
+        return EvaluatedModel(name, remote=ModelEndpoint(masked_url(base_url.rstrip("/")), name, api_key))
+    folder = Path(name).expanduser().absolute()
     if name == BASE:
         return EvaluatedModel(BASE, base)
     if name in config.aliases:
         active = deployments.active(conn, name) if conn is not None else None
-        return _of_state(active.adapter if active is not None else None, name, config, conn)
-    folder = Path(name).expanduser().absolute()
-    if folder.is_dir():
+        adapter = active.adapter if active is not None else None
+        if adapter is None:
+            return EvaluatedModel(name, base)
+    elif folder.is_dir():
         if (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists():
             return EvaluatedModel(folder.name, str(folder))
         own = base_model_of(folder, attempted)
         if own and not missing_base_model(own):
             base = own
         return EvaluatedModel(folder.name, base, adapter_in(folder, attempted))
-    if conn is not None and rounds.adapter(conn, name) is not None:
-        return _of_state(name, name, config, conn)
-    raise ConfigError(
-        attempted,
-        "there is no folder, no adapter in the state and no alias of this name",
-        f"Name one of them, `{BASE}`, or with --base-url the name that an endpoint has for its model."
-        f" Aliases: {', '.join(config.aliases)}.",
-    )
-
-
-def _of_state(adapter: str | None, name: str, config: Config, conn: Connection | None) -> EvaluatedModel:
-    if adapter is None or conn is None:
-        return EvaluatedModel(name, config.model.base)
-    row = rounds.adapter(conn, adapter)
+    else:
+        adapter = name
+    row = rounds.adapter(conn, adapter) if conn is not None else None
+    if conn is None or row is None:
+        raise ConfigError(
+            attempted,
+            "there is no folder, no adapter in the state and no alias of this name",
+            f"Name one of them, `{BASE}`, or with --base-url the name that an endpoint has for its model."
+            f" Aliases: {', '.join(config.aliases)}.",
+        )
     shown = name if name == adapter else f"{name} ({adapter})"
-    return EvaluatedModel(shown, row.base_model if row is not None else "", rounds.adapter_ref(conn, adapter))
-
-
-def remote_model(base_url: str, model: str, api_key: str) -> ModelEndpoint:
-    """A model at an endpoint. Raises ConfigError."""
-    if not is_http_url(base_url):
-        hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
-        raise ConfigError(f"evaluate {model}", f"{base_url} is no HTTP URL", hint)
-    return ModelEndpoint(masked_url(base_url.rstrip("/")), model, api_key)
+    return EvaluatedModel(shown, row.base_model, rounds.adapter_ref(conn, adapter))
 
 
 def is_evaluation(folder: Path) -> bool:

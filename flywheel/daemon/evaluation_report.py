@@ -12,13 +12,11 @@ from sqlalchemy import Connection
 from flywheel.config.file import Config
 from flywheel.daemon.evaluation import (
     HELD_OUT,
-    EvaluatedModel,
     Evaluation,
     evaluation_settings,
     held_out_tasks,
     is_evaluation,
     model_named,
-    remote_model,
     tasks_of_file,
 )
 from flywheel.daemon.evaluation_answers import EXCERPT, Answers, answers_in, difference, flips
@@ -86,9 +84,7 @@ class Plan:
             benchmark = tasks_of_file(Path(asked.benchmark), settings, asked.limit)
 
         def of(name: str, url: str | None) -> Evaluation:
-            measured = model_named(name, settings, conn) if url is None else None
-            if measured is None:
-                measured = EvaluatedModel(name, remote=remote_model(url or "", name, asked.api_key))
+            measured = model_named(name, settings, conn, url, asked.api_key)
             made = Evaluation(measured, benchmark, rubric, settings)
             made.check()
             return made

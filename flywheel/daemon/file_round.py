@@ -20,11 +20,11 @@ from flywheel.config.file import Config
 from flywheel.config.training import AgentProgramSettings
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.file_tasks import ReadRows, rows, sentence_of, task_of
-from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.sample_selection import choose_of_file
 from flywheel.daemon.rounds.suites import apart_from, require_grader, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
+from flywheel.daemon.rounds.worker_watch import WorkerWatch
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.reasons import in_one_clause

@@ -14,14 +14,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Row
 
 from flywheel.config.export import LangfuseSettings
-from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, STORED_AFTER, Target
-from flywheel.errors import NotifyError
+from flywheel.daemon.notifier import Target
 from flywheel.judge.annotations import OWN_SCORES
 from flywheel.records.verdict import Outcome
 from flywheel.secrets import redact_secrets
@@ -29,7 +28,6 @@ from flywheel.store import notices, scores
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.reply_names import run_of
-from flywheel.store.stages import Pass
 
 if TYPE_CHECKING:
     import httpx2
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVENTS_AT_ONCE: Final = 200
-"""Events whose scores are sent before the position among the events is stored. One that no reply moved is stored
-after `STORED_AFTER`."""
+"""Events whose scores are sent before the position among the events is stored."""
 REFUSED: Final = frozenset({207, 400, 413, 422})
 """Answers that concern one score: sent again, it would be refused again. 207 has errors inside."""
 PATH: Final = "/api/public/scores"
@@ -51,10 +48,9 @@ class LangfuseExport(Target):
     """Where scores are sent. Its note has the position among the events, and counts what was sent and what not."""
 
     def __init__(self, store: Store, settings: LangfuseSettings) -> None:
-        self._store = store
+        hint = "They are sent later; check export.langfuse.host."
+        super().__init__(store, f"send scores to Langfuse at {settings.server}", hint)
         self._settings = settings
-        self._attempted = f"send scores to Langfuse at {settings.server}"
-        self._position = 0
         self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0}
         self._counts = Counter[str]()
         """What was sent behind the stored position. No text is kept: it may be erased before it is sent again."""
@@ -65,30 +61,17 @@ class LangfuseExport(Target):
     async def begin(self) -> None:
         if known := await self._store.read(database.noted, self._settings.note_key):
             self._note = json.loads(known)
-            self._position = self._note["event"]
+            self._position = self._stored = self._note["event"]
         else:
-            self._position = await self._store.read(notices.newest_event)
-            await self._keep()
+            self._position = self._stored = await self._store.read(notices.newest_event)
+            await self._keep(self._position)
 
-    async def deliver(self) -> Pass:
-        result = Pass.IDLE
-        while True:
-            found, end = await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
-            if end == self._position:
-                return result
-            traced = [reply.id for reply, _ in found if _TRACE.fullmatch(reply.trace_id)]
-            if traced:
-                await self._send_all(traced)
-                result = Pass.WORKED
-            self._counts["untraced"] += len(found) - len(traced)
-            self._position = end
-            if self._counts.total() or end - self._note["event"] > STORED_AFTER:
-                await self._keep()
+    async def _next(self) -> tuple[Sequence[tuple[Row[Any], Row[Any]]], int]:
+        return await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
 
-    async def _keep(self) -> None:
-        """Store that all is sent up to the position."""
+    async def _keep(self, position: int) -> None:
         counts = {name: self._note[name] + number for name, number in self._counts.items()}
-        note = self._note | {"event": self._position, **counts}
+        note = self._note | {"event": position, **counts}
         await self._store.write(database.note, self._settings.note_key, json.dumps(note))
         self._note = note
         self._counts.clear()
@@ -123,35 +106,23 @@ class LangfuseExport(Target):
         each = self._scores(*found) if found else ()
         return next((score for score in each if self._done.get(score["id"]) != _hash(score)), None)
 
-    async def _send_all(self, replies: Iterable[int]) -> None:
+    async def _send(self, judged: Sequence[tuple[Row[Any], Row[Any]]], /) -> None:
         """Send the scores of these replies. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
-        import httpx2
-
-        from flywheel.system.http_client import async_client
-
+        traced = [reply.id for reply, _ in judged if _TRACE.fullmatch(reply.trace_id)]
         keys = self._settings.keys
-        if missing := [name for name, key in keys.items() if not key]:
+        if traced and (missing := [name for name, key in keys.items() if not key]):
             raise self._failure(f"the variable {missing[0]} with the key is not set", "Put the key into it.")
         public, secret = keys.values()
-        seconds = self._settings.timeout_seconds
-        try:
-            client = async_client(self._settings.host, seconds=seconds, proxies=True)
-        except ValueError as error:
-            raise self._failure(str(error)) from None
-        async with client:
-            for number in replies:
+        async with self._client(self._settings.host, self._settings.timeout_seconds) as client:
+            for number in traced:
                 while (score := await self._next_score(number)) is not None:
                     content = redact_secrets(json.dumps(score).encode())
-                    try:
-                        answer = await client.post(PATH, content=content, headers=HEADERS, auth=(public, secret))
-                    except (httpx2.HTTPError, OSError, ValueError) as error:
-                        raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
+                    answer = await client.post(PATH, content=content, headers=HEADERS, auth=(public, secret))
                     self._check(answer, score)
+        self._counts["untraced"] += len(judged) - len(traced)
 
     def _check(self, answer: httpx2.Response, score: dict[str, Any]) -> None:
         """Count an answer. Raises NotifyError if the score is to be sent again."""
-        from flywheel.system.http_client import parse_retry_after
-
         if is_refused := answer.status_code in REFUSED:
             why = " ".join(redact_secrets(answer.text).split())[:300]
             log.warning("Langfuse refused %s of trace %s: %s", score["name"], score["traceId"], why)
@@ -159,17 +130,9 @@ class LangfuseExport(Target):
             hint = f"Check the keys of the project in ${' and $'.join(self._settings.keys)}."
             raise self._failure(f"it refuses the keys ({answer.status_code})", hint)
         elif not answer.is_success:
-            after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
-            raise self._failure(f"it answered {answer.status_code}", at_least=after)
+            raise self._refusal(answer)
         self._counts["refused" if is_refused else "sent"] += 1
         self._done[score["id"]] = _hash(score)
-
-    def _failure(
-        self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0
-    ) -> NotifyError:
-        error = NotifyError(self._attempted, why, hint, retryable=True)
-        error.retry_after = min(at_least, LONGEST_WAIT_SECONDS)
-        return error
 
 
 def _hash(score: dict[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""Sends notices (`notify`) to webhooks and commands, from the events of the state: at least once, in their order.
+"""Sends what the events of the state say to targets: at least once, in their order. One is an entry of `notify`, a
+webhook or a command that gets notices.
 
-Each target has a position of its own among the events, stored when a notice has arrived. A target that does not
+Each target has a position of its own among the events, stored when what was sent has arrived. A target that does not
 answer delays neither the others nor the daemon; it is tried again after a growing time, and after a restart. What is
 sent is read from the state before each attempt, so that nothing is sent that was erased before it.
 
-What is sent follows Standard Webhooks: https://github.com/standard-webhooks/standard-webhooks
+What is sent to webhooks follows Standard Webhooks: https://github.com/standard-webhooks/standard-webhooks
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from flywheel.config.file import Config
@@ -41,6 +42,9 @@ from flywheel.store.stages import Pass
 from flywheel.system.heartbeat import beat
 from flywheel.system.terminal import quantity
 
+if TYPE_CHECKING:
+    import httpx2
+
 log = logging.getLogger(__name__)
 
 EVENTS_AT_ONCE: Final = 2_000
@@ -48,7 +52,7 @@ EVENTS_AT_ONCE: Final = 2_000
 NOTICES_AT_ONCE: Final = 100
 """Notices of the same type that are sent together."""
 STORED_AFTER: Final = 20_000
-"""A position that no notice moved is stored after this many events."""
+"""A position is stored when something was sent, or else after this many events."""
 LONGEST_WAIT_SECONDS: Final = 3600.0
 WAITS: Final = 5.0, LONGEST_WAIT_SECONDS
 """After a failure, at first and at most."""
@@ -57,15 +61,72 @@ SECRET_PREFIX: Final = "whsec_"
 
 
 class Target(ABC):
-    """What the daemon sends to."""
+    """What the daemon sends to. `attempted` names it in errors, and `hint` says what to do about most of them."""
+
+    def __init__(self, store: Store, attempted: str, hint: str) -> None:
+        self._store = store
+        self._attempted, self._hint = attempted, hint
+        self._position = self._stored = 0
 
     @abstractmethod
     async def begin(self) -> None:
         """Find the position among the events. A new target is not told of what happened before."""
 
     @abstractmethod
+    async def _next(self) -> tuple[Sequence[Any], int]:
+        """What is to be sent next, and the number of the event after which the rest is found."""
+
+    @abstractmethod
+    async def _send(self, found: Sequence[Any], /) -> None:
+        """Send that. Raises NotifyError."""
+
+    @abstractmethod
+    async def _keep(self, position: int) -> None:
+        """Store the position."""
+
     async def deliver(self) -> Pass:
         """Send what is new. Raises NotifyError; what did not arrive is sent by the next call."""
+        result = Pass.IDLE
+        while True:
+            # Read again before each attempt: what was erased since is not sent.
+            found, end = await self._next()
+            if found:
+                await self._send(found)
+                result = Pass.WORKED
+            elif end == self._position:
+                return result
+            self._position = end
+            if found or end - self._stored > STORED_AFTER:
+                await self._keep(end)
+                self._stored = end
+
+    @contextlib.asynccontextmanager
+    async def _client(self, url: str, seconds: float) -> AsyncIterator[httpx2.AsyncClient]:
+        """A client whose failures are NotifyErrors."""
+        import httpx2
+
+        from flywheel.system.http_client import async_client
+
+        try:
+            async with async_client(url, seconds=seconds, proxies=True) as client:
+                yield client
+        except httpx2.TimeoutException:
+            raise self._failure(f"no answer within {seconds:g} s") from None
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise self._failure(why.replace(url, "the URL")) from None
+
+    def _failure(self, why: str, hint: str = "") -> NotifyError:
+        return NotifyError(self._attempted, why, hint or self._hint, retryable=True)
+
+    def _refusal(self, answer: httpx2.Response) -> NotifyError:
+        """The error for an answer that is none of success, with the wait that it asks for."""
+        from flywheel.system.http_client import parse_retry_after
+
+        error = self._failure(f"it answered {answer.status_code}")
+        after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
+        error.retry_after = min(after, LONGEST_WAIT_SECONDS)
+        return error
 
 
 async def resume(store: Store, config: Config) -> None:
@@ -81,11 +142,11 @@ class NoticeTarget(Target):
     """One entry of `notify`."""
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
-        self._store = store
+        self._settings = settings
+        hint = "It is tried again; correct the entry of `notify`, or the receiver."
+        super().__init__(store, f"notify {self}", hint)
         self._alias = "+".join(config.aliases)
         self._web_url = config.deploy.web_url.rstrip("/")
-        self._settings = settings
-        self._position = self._stored = 0
         self._sent_in_vain = 0
         """The last notice of those that were sent in vain. Their texts are not kept: they may be erased meanwhile."""
 
@@ -102,34 +163,22 @@ class NoticeTarget(Target):
         noted = await self._store.read(database.noted, notices.keys_of(self._settings)[0])
         self._position = self._stored = int(noted.split()[0])
 
-    async def deliver(self) -> Pass:
-        wanted, result = frozenset(self._settings.on), Pass.IDLE
-        while True:
-            # Read again before each attempt: what was erased since is not sent.
-            limits = {"limit": EVENTS_AT_ONCE, "most": NOTICES_AT_ONCE}
-            found, end = await self._store.read(notices.after, self._position, wanted, **limits)
-            if found:
-                alike = list(next(itertools.groupby(found, key=lambda notice: notice.type))[1])
-                # What was sent in vain is sent again together: its number is the same.
-                sent = [notice for notice in alike if notice.id <= self._sent_in_vain] or alike
-                await self._send(sent)
-                await self._keep(sent[-1].id)
-                result = Pass.WORKED
-                continue
-            if end == self._position:
-                return result
-            self._position = end
-            if self._position - self._stored > STORED_AFTER:
-                await self._keep(self._position)
+    async def _next(self) -> tuple[list[Notice], int]:
+        limits = {"limit": EVENTS_AT_ONCE, "most": NOTICES_AT_ONCE}
+        found, end = await self._store.read(notices.after, self._position, frozenset(self._settings.on), **limits)
+        if not found:
+            return [], end
+        alike = list(next(itertools.groupby(found, key=lambda notice: notice.type))[1])
+        # What was sent in vain is sent again together: its number is the same.
+        sent = [notice for notice in alike if notice.id <= self._sent_in_vain] or alike
+        return sent, sent[-1].id
 
     async def _keep(self, position: int) -> None:
         await self._store.write(notices.keep, self._settings, position)
-        self._position = self._stored = position
 
     def require(self) -> None:
         """Raises NotifyError if the program, or a variable with the URL or the key, is not there. Nothing is sent."""
-        settings, hint = self._settings, "Correct the entry of `notify`, or set the variable."
-        why = ""
+        settings, why = self._settings, ""
         if settings.command is not None:
             why = "" if shutil.which(settings.command[0]) else f"{settings.command[0]} is no program that can be run"
         elif not settings.target:
@@ -137,9 +186,9 @@ class NoticeTarget(Target):
         elif settings.secret_env is not None and not os.environ.get(settings.secret_env):
             why = f"the variable {settings.secret_env} with the key is not set, and nothing is sent unsigned"
         if why:
-            raise NotifyError(f"notify {self}", why, hint)
+            raise self._failure(why, "Correct the entry of `notify`, or set the variable.")
 
-    async def _send(self, sent: list[Notice]) -> None:
+    async def _send(self, sent: Sequence[Notice], /) -> None:
         body = redact_secrets(json.dumps(self._content(sent)).encode())
         try:
             self.require()
@@ -174,30 +223,18 @@ class NoticeTarget(Target):
         return {"url": f"{self._web_url}{notice.page}"} if notice.page else {}
 
     async def _post(self, number: str, body: bytes) -> None:
-        import httpx2
-
-        from flywheel.system.http_client import async_client
-
-        attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the receiver."
         url = self._settings.target or ""
         try:
             check_url(url)
         except ValueError as error:
-            raise NotifyError(attempted, f"of the URL in ${self._settings.url_env}: {error}", hint) from None
+            raise self._failure(f"of the URL in ${self._settings.url_env}: {error}") from None
         url = whole_url(url)
-        timeout = self._settings.timeout_seconds
-        try:
-            async with async_client(url, seconds=timeout, proxies=True) as client:
-                # The status says it all: nothing else of the answer is read.
-                headers = self._headers(number, body)
-                answer = await client.post(url, content=body, headers=headers, extensions={"max_bytes": 0})
-        except httpx2.TimeoutException:
-            raise NotifyError(attempted, f"no answer within {timeout:g} s", hint) from None
-        except (httpx2.HTTPError, OSError, ValueError) as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise NotifyError(attempted, why.replace(url, "the URL"), hint) from None
+        async with self._client(url, self._settings.timeout_seconds) as client:
+            # The status says it all: nothing else of the answer is read.
+            headers = self._headers(number, body)
+            answer = await client.post(url, content=body, headers=headers, extensions={"max_bytes": 0})
         if not answer.is_success:
-            raise NotifyError(attempted, f"it answered {answer.status_code}", hint)
+            raise self._refusal(answer)
 
     def _headers(self, number: str, body: bytes) -> dict[str, str]:
         stamp = str(int(time.time()))
@@ -207,7 +244,6 @@ class NoticeTarget(Target):
         return {**headers, "user-agent": "flywheel"}
 
     async def _run(self, command: Sequence[str], kind: str, body: bytes) -> None:
-        attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the program."
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -218,21 +254,21 @@ class NoticeTarget(Target):
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            raise NotifyError(attempted, getattr(error, "strerror", None) or str(error), hint) from None
+            raise self._failure(getattr(error, "strerror", None) or str(error)) from None
         beat(self._settings.timeout_seconds)
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
                 await process.communicate(body)
         except TimeoutError:
             why = f"it did not end within {self._settings.timeout_seconds:g} s and was killed"
-            raise NotifyError(attempted, why, hint) from None
+            raise self._failure(why) from None
         finally:
             # With what it has started, also where the daemon stops.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:
-            raise NotifyError(attempted, f"it ended with exit code {process.returncode}", hint)
+            raise self._failure(f"it ended with exit code {process.returncode}")
 
 
 def signature(secret: str, number: str, stamp: str, body: bytes) -> str:

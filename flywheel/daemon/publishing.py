@@ -16,9 +16,10 @@ from sqlalchemy import Connection
 from flywheel import __version__
 from flywheel.records.round import GateDecision, RoundResult
 from flywheel.serving.adapter_files import CURRENT_FILE, FILES
-from flywheel.serving.alias_target import AliasTarget
+from flywheel.serving.alias_target import ABTest, AliasTarget
+from flywheel.serving.client.adapter_swap import version_name
 from flywheel.serving.server.alias_table import read_aliases, write_aliases
-from flywheel.store import gate_tests, rounds
+from flywheel.store import deployments, gate_tests, rounds
 from flywheel.store.views.lineage import ancestors, samples
 from flywheel.system.terminal import quantity
 from flywheel.training.engine.policy import appear
@@ -47,6 +48,23 @@ def publish(folder: Path, alias: str, target: AliasTarget, cards: Mapping[str, s
         appear(place, partial(_write, source, card))
     write_aliases(file, {**current, alias: placed}, mode=0o666)
     return True
+
+
+def deployed_target(conn: Connection, alias: str, base: str) -> tuple[AliasTarget, dict[str, str]] | None:
+    """What an alias stands for, and the model cards of its versions by served name; None before the first swap. The
+    base model is served as `base`."""
+
+    def version(adapter: str | None, ab_test: ABTest | None = None) -> AliasTarget:
+        if (ref := rounds.adapter_ref(conn, adapter)) is None:
+            return AliasTarget(base, ab_test=ab_test)
+        return AliasTarget(version_name(alias, ref.name), ref.path, ref.sha256, ab_test)
+
+    if (active := deployments.active(conn, alias)) is None:
+        return None
+    test = active.ab_test
+    target = version(active.adapter, test and ABTest(version(test["other"]), test["share"], test["salt"]))
+    adapters = {each.name: each.name.rpartition("@")[2] for each in target.versions if each.path}
+    return target, {name: model_card(conn, alias, adapter) for name, adapter in adapters.items()}
 
 
 def _placed(target: AliasTarget) -> AliasTarget:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from flywheel.config.file import Config
 from flywheel.config.ingest import JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
-from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.jsonl.reader import is_folder
@@ -27,6 +26,7 @@ from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.system.clock import steady
+from flywheel.system.signals import Stop
 
 if TYPE_CHECKING:
     from flywheel.sources.otlp.receiver import Receiver
@@ -47,19 +47,18 @@ class SourceSupervisor:
         store: Store,
         config: Config,
         ingestion: Ingestion,
-        stopping: asyncio.Event,
+        stop: Stop,
         on_tasks: Callable[[int], object],
     ) -> None:
         self._store = store
         self._config = config
         self._ingestion = ingestion
-        self._stopping = stopping
+        self._stop = stop
         self._on_tasks = on_tasks
         self._export = Stage("task file", ingestion.export)
         self._pull = Stage("calls", self._do_pull)
         self._stages: dict[Path, Stage] = {}
-        self._full_scans: dict[Path, asyncio.Task[None]] = {}
-        self._timers: dict[Path, asyncio.TimerHandle] = {}
+        self._full_scans: dict[Path, Stage] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
         self._warned: set[Path] = set()
@@ -88,13 +87,16 @@ class SourceSupervisor:
 
     def refresh(self) -> None:
         """Start reading sources that have appeared, and watch directories that have appeared."""
-        if self._stopping.is_set() or self._watcher is None:
+        if self._stop.is_set() or self._watcher is None:
             return
         for source in self._ingestion.sources():
             if source.path not in self._stages:
                 stage = Stage(f"source {source.path}", functools.partial(self._read, source))
                 self._stages[source.path] = stage
                 self._start(stage)
+                scan = Stage(f"full scan of {source.path}", functools.partial(self._scan, source))
+                self._full_scans[source.path] = scan
+                scan.begin(self._stop)
                 self._watcher.watch(source.path, stage.wake)
             elif is_folder(source.path):
                 # It has the files of batches, which cause no event of their own.
@@ -102,7 +104,7 @@ class SourceSupervisor:
         self._watcher.refresh()
 
     def _start(self, stage: Stage) -> None:
-        stage.begin(self._stopping)
+        stage.begin(self._stop)
         stage.wake()
 
     def concern(self) -> str:
@@ -137,14 +139,13 @@ class SourceSupervisor:
         if self._watcher is not None:
             self._watcher.stop()
         receivers = [asyncio.create_task(receiver.stop()) for receiver in self._receivers]
-        for timer in self._timers.values():
-            timer.cancel()
-        for scan in self._full_scans.values():
+        scans = [scan.task for scan in self._full_scans.values() if scan.task is not None]
+        for scan in scans:
             scan.cancel()
         if self._ingestion.calls is not None:
             self._ingestion.calls.stop()
         passes = [stage.task for stage in self.stages if stage.task is not None]
-        await asyncio.gather(*receivers, *passes, *self._full_scans.values(), return_exceptions=True)
+        await asyncio.gather(*receivers, *passes, *scans, return_exceptions=True)
 
     async def prune(self) -> None:
         """Delete received spans that are older than `ingest.keep_received_days`."""
@@ -163,7 +164,7 @@ class SourceSupervisor:
 
     async def _read(self, source: SourceIngestion) -> None:
         await asyncio.sleep(DEBOUNCE_SECONDS)
-        report = await source.read(stop=self._stopping)
+        report = await source.read(stop=self._stop)
         if report.new:
             self._announce(report.new)
         if report.error is not None:
@@ -174,25 +175,15 @@ class SourceSupervisor:
             log.warning("%s", "; ".join(report.warnings))
         if source.rescan_at <= steady():
             self._report_found(source, await source.rescan())
-        if source.path not in self._full_scans and await source.is_full_scan_due():
-            self._full_scans[source.path] = asyncio.create_task(self._scan(source))
+        if self._full_scans[source.path].task is None and await source.is_full_scan_due():
+            self._full_scans[source.path].wake()
         if source.awaits_calls:
             asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake)
-        # Each pass determines the next due time; the timer of the previous pass no longer holds.
-        if (timer := self._timers.pop(source.path, None)) is not None:
-            timer.cancel()
-        if (due := source.due_at) < math.inf:
-            self._timers[source.path] = asyncio.get_running_loop().call_later(
-                max(0.0, due - steady()) + 0.001, self._stages[source.path].wake
-            )
+        # Each pass determines the next due time.
+        self._stages[source.path].wake_in(max(0.0, source.due_at - steady()) + 0.001)
 
     async def _scan(self, source: SourceIngestion) -> None:
-        try:
-            self._report_found(source, await source.rescan(whole=True))
-        except FlywheelError as error:
-            log.error("full scan of %s: %s", source.path, error)
-        finally:
-            del self._full_scans[source.path]
+        self._report_found(source, await source.rescan(whole=True))
 
     def _report_found(self, source: SourceIngestion, found: Recorded) -> None:
         if found.new_replies or found.re_extracted:

@@ -9,9 +9,11 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from enum import Enum
 from time import monotonic
 from typing import Final
 
+from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.base import BaseTrigger
 from apscheduler.triggers.interval import IntervalTrigger
@@ -23,6 +25,7 @@ from flywheel.store.stages import Pass
 from flywheel.system.clock import moved_seconds
 from flywheel.system.heartbeat import Heartbeat, current_heartbeat
 from flywheel.system.shortage import shortage_of
+from flywheel.system.signals import Stop
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +42,25 @@ class Stage:
     With `waits`, the first and the longest wait in seconds, a failure is followed by one attempt after that time,
     which doubles each time, or after what the error asks for, whatever wakes the stage meanwhile.
 
-    `action` returns a `Pass`; anything else means that it has worked. With a `store`, its record is kept there.
-    `every` says after how many seconds it is woken again and again (`Intervals`); without it, others wake it alone.
+    `action` returns a `Pass`; anything else means that it has worked, or if it `is_quiet`, that there was nothing to
+    do. With a `store`, its record is kept there. `every` says after how many seconds it is woken again and again
+    (`Intervals`); without it, others wake it alone. `wakes` are the events for which its owner wakes it.
     """
 
     def __init__(
         self,
         name: str,
         action: Callable[[], Awaitable[object]],
-        *,
-        store: Store | None = None,
-        waits: tuple[float, float] | None = None,
         every: float | None = None,
+        wakes: Iterable[Enum] = (),
+        store: Store | None = None,
+        *,
+        is_quiet: bool = False,
+        waits: tuple[float, float] | None = None,
     ) -> None:
         self.name = name
         self.every = every
+        self.wakes = frozenset(wakes)
         self.is_due = False
         """Whether it was woken, and has not begun since."""
         self.task: asyncio.Task[None] | None = None
@@ -63,17 +70,19 @@ class Stage:
         """Why it fails, if it does."""
         self._action = action
         self._store = store
+        self._default = Pass.IDLE if is_quiet else Pass.WORKED
         self._waits = waits
-        self._stopping: asyncio.Event | None = None
+        self._stop: Stop | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._failures = 0
         self._not_before = -math.inf
         self._may_fail = True
         """Whether the record in the store may say that it fails: at first, that of an earlier process."""
         self._noted_at = -math.inf
 
-    def begin(self, stopping: asyncio.Event) -> None:
-        """Run when it is woken, or was before, until `stopping` is set. The pass that runs then ends by itself."""
-        self._stopping = stopping
+    def begin(self, stop: Stop) -> None:
+        """Run when it is woken, or was before, until `stop` is asked for. The pass that runs then ends by itself."""
+        self._stop = stop
         if self.is_due:
             self.wake()
 
@@ -82,16 +91,22 @@ class Stage:
         if self.task is None and self._may_begin():
             self.task = asyncio.create_task(self._run(), name=self.name)
 
+    def wake_in(self, seconds: float) -> None:
+        """Wake it after this time, instead of the one that was said last."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.wake) if seconds < math.inf else None
+
     def retry_now(self) -> None:
         """End a wait after a failure."""
         self._not_before = -math.inf
         self.wake()
 
     def _may_begin(self) -> bool:
-        if self._stopping is None or not self.is_due:
+        if self._stop is None or not self.is_due:
             return False
         self.is_due = monotonic() >= self._not_before
-        return self.is_due and not self._stopping.is_set()
+        return self.is_due and not self._stop.is_set()
 
     async def _run(self) -> None:
         try:
@@ -106,7 +121,7 @@ class Stage:
         self.heartbeat.begin()
         try:
             result = await self._action()
-            await self._succeeded(result if isinstance(result, Pass) else Pass.WORKED)
+            await self._succeeded(result if isinstance(result, Pass) else self._default)
         except Exception as error:
             lack = shortage_of(error)
             if isinstance(error, FlywheelError):
@@ -141,8 +156,7 @@ class Stage:
             # As an exponent, many failures would be too large a number.
             wait = max(wait, min(first * 2 ** min(self._failures - 1, 20), longest))
             self._not_before = monotonic() + wait
-            if wait < math.inf:
-                asyncio.get_running_loop().call_later(wait, self.wake)
+            self.wake_in(wait)
         await self._note(error, wait)
 
     async def _note(self, result: Pass | FlywheelError, wait: float = 0.0) -> None:
@@ -192,13 +206,15 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
     """
 
     def __init__(self, on_clock_set: Callable[[], object]) -> None:
-        # A job that a busy loop delayed, such as a cron window, still runs, once.
-        super().__init__(timezone="UTC", job_defaults={"coalesce": True, "misfire_grace_time": None})
+        # A job that a busy loop delayed, such as a cron window, still runs, once. The usual executor runs it in a
+        # thread, where a stage must not be woken; this one runs it in the loop.
+        late = {"coalesce": True, "misfire_grace_time": None}
+        super().__init__(timezone="UTC", job_defaults=late, executors={"default": DebugExecutor()})
         self._on_clock_set = on_clock_set
         self._moved = moved_seconds()
 
     def every(self, seconds: float, name: str, call: Callable[[], object]) -> None:
-        self.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
+        self.add_job(call, "interval", seconds=seconds, id=name)
 
     def wake(self, stages: Iterable[Stage]) -> None:
         for stage in stages:
@@ -206,7 +222,7 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
                 self.every(stage.every, stage.name, stage.wake)
 
     def at(self, trigger: BaseTrigger, name: str, call: Callable[[], object]) -> None:
-        self.add_job(_in_loop(call), trigger, id=name)
+        self.add_job(call, trigger, id=name)
 
     def _process_jobs(self) -> float | None:
         """Run what is due; the seconds until the next look, None after the end. The timers that call this are the
@@ -226,12 +242,3 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
             self._on_clock_set()
         wait = super()._process_jobs()
         return CLOCK_SECONDS if wait is None else min(wait, CLOCK_SECONDS)
-
-
-def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
-    """A job for the scheduler that runs in the event loop: the scheduler runs plain functions in threads."""
-
-    async def job() -> None:
-        call()
-
-    return job

@@ -315,12 +315,15 @@ class CallPuller:
         if not self._pulled_at:
             await self.pull()
 
-    async def pull(self, *, at_once: bool = False, seconds: float = PULL_SECONDS) -> None:
+    async def pull(self, *, at_once: bool = False, seconds: float = PULL_SECONDS) -> bool:
         """Pull all servers to the ends of their logs, or for so many seconds, `at_once` also those that have just
-        failed. An error of one server is noted in the copy, and it is asked again later. Raises CallLogError.
+        failed. An error of one server is noted in the copy, and it is asked again later. False, without a look at
+        the copy, if all have just failed. Raises CallLogError.
         """
         async with self._lock:
             began_ns = time.time_ns()
+            if not at_once and self._have_all_failed:
+                return False
             self._entries = await replica_urls(self._config.serving)
             for url in self._replicas.keys() - self._entries.keys():
                 await self._replicas.pop(url)[1].close()
@@ -334,6 +337,14 @@ class CallPuller:
             self._pulled_at = time.monotonic()
             await asyncio.to_thread(self.prune)
             await self._finish_erasing()
+        return True
+
+    @property
+    def _have_all_failed(self) -> bool:
+        """Whether there is no server but those that failed and are asked again later."""
+        now = time.monotonic()
+        rests = {url for url, (failures, at) in self._failures.items() if failures and now < at}
+        return bool(self._entries) and self._entries.keys() <= rests
 
     async def erase(self, request_ids: Collection[str]) -> int:
         """Erase calls from the copy, and from every server at the next pull that reaches it. Returns how many were in

@@ -54,6 +54,7 @@ from flywheel.system.clock import steady
 from flywheel.system.heartbeat import beat
 from flywheel.system.process_folder import remove_left
 from flywheel.system.shortage import shortage_of
+from flywheel.system.signals import Stop
 from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class SourceIngestion:
         """The counts for which was looked whether all replies are skipped for one reason, and the warning."""
         self._was_read = False
 
-    async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
+    async def read(self, *, final: bool = False, stop: Stop | None = None) -> SourceReport:
         """Make one pass, to the end of the source or until `stop`. Errors are in the report.
 
         After an error nothing is lost: the next pass resumes from the last stored batch.
@@ -466,9 +467,9 @@ def _no_agent_spans(connector: StudioConnector) -> str:
     return f"{connector.path} holds {connector.kinds.total()} spans ({kinds}) and no reply: {why}. {remedy}"
 
 
-async def _until(stop: asyncio.Event, batches: AsyncGenerator[Batch]) -> AsyncGenerator[Batch]:
+async def _until(stop: Stop, batches: AsyncGenerator[Batch]) -> AsyncGenerator[Batch]:
     """The batches until `stop` is set, also while the next one is awaited: sources with long histories take turns."""
-    stopped = asyncio.create_task(stop.wait())
+    stopped = asyncio.create_task(stop.asked())
     async with aclosing(batches):
         try:
             while not stop.is_set():
@@ -580,32 +581,30 @@ class Ingestion:
         alone = [file for file in files if file == path or file not in self._batch_files]
         return alone if path in alone or len(alone) == len(files) else [*alone, path]
 
-    async def run(
-        self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None
-    ) -> list[SourceReport]:
+    async def run(self, *, final: bool = False, sweep: bool = False, stop: Stop | None = None) -> list[SourceReport]:
         """Read every source once. An error of one source is in its report and does not affect the others.
 
         `final` closes replies at once instead of waiting until their traces are quiet. `sweep` makes a full scan of
         each source instead of a recent re-scan. After `stop`, passes end at their next batch.
         """
+        end = stop or Stop()
         await asyncio.to_thread(self.remove_left)
         free = asyncio.Semaphore(SOURCES_AT_ONCE)
 
         async def read(source: SourceIngestion) -> SourceReport:
             async with free:
-                report = await source.read(final=final, stop=stop)
-                is_stopped = stop is not None and stop.is_set()
-                if report.error is None and not is_stopped and (sweep or source.rescan_at <= steady()):
+                report = await source.read(final=final, stop=end)
+                if report.error is None and not end.is_set() and (sweep or source.rescan_at <= steady()):
                     try:
                         scanned = await source.rescan(whole=sweep, throttled=False)
                     except FlywheelError as error:
                         return replace(report, error=error)
                     # This pass waits for the traces that the re-scan opened again.
-                    again = await source.read(final=final, stop=stop)
+                    again = await source.read(final=final, stop=end)
                     warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
                     report = replace(again, new=report.new + scanned.new_tasks + again.new, warnings=warnings)
-                while report.error is None and not (stop is not None and stop.is_set()) and source.awaits_calls:
-                    report = await self._read_with_calls(source, report, final=final, stop=stop)
+                while report.error is None and not end.is_set() and source.awaits_calls:
+                    report = await self._read_with_calls(source, report, final=final, stop=end)
                 return report
 
         async def read_all() -> list[SourceReport]:
@@ -625,7 +624,7 @@ class Ingestion:
             if self.calls is not None and self.calls.has_pulled:
                 for source in await self._reopened():
                     if source in reports:
-                        reports[source] = await self._again(source, reports[source], final=final, stop=stop)
+                        reports[source] = await self._again(source, reports[source], final=final, stop=end)
             if error is None and self.calls is not None and self.calls.call_log_copy.path.exists():
                 try:
                     if await asyncio.to_thread(self.calls.pending):
@@ -649,7 +648,7 @@ class Ingestion:
         return reports
 
     async def _read_with_calls(
-        self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: asyncio.Event | None
+        self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: Stop
     ) -> SourceReport:
         """The report of one more pass after another pull, for traces that wait for their calls."""
         assert self.calls is not None
@@ -659,9 +658,7 @@ class Ingestion:
             return replace(report, error=error)
         return await self._again(source, report, final=final, stop=stop)
 
-    async def _again(
-        self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: asyncio.Event | None
-    ) -> SourceReport:
+    async def _again(self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: Stop) -> SourceReport:
         """The report of one more pass, with the new tasks of both."""
         again = await source.read(final=final, stop=stop)
         return replace(again, new=report.new + again.new)
@@ -671,7 +668,8 @@ class Ingestion:
         if self.calls is None:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
-        await self.calls.pull(at_once=bool(awaiting))
+        if not await self.calls.pull(at_once=bool(awaiting)) and not self.calls.reopened:
+            return []
         await self._erase_blocked(self.calls)
         return [*awaiting, *self._of_calls, *await self._reopened()]
 

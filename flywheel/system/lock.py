@@ -19,12 +19,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.system.files import make_private, private
 from flywheel.system.shortage import shortage_of
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WORKER_LOCK: Final = "worker.lock"
@@ -139,16 +140,17 @@ async def swap_lock(
     state_dir: Path,
     wait_seconds: float,
     *,
-    begin: Callable[[], Awaitable[object]] | None = None,
+    begin: Callable[[], Awaitable[T]] | None = None,
     take_over: bool = False,
-) -> AsyncIterator[None]:
-    """Hold `swap.lock`. No rollback begins or is in progress while `begin` runs, which is done first.
+) -> AsyncIterator[T | None]:
+    """Hold `swap.lock`. No rollback begins or is in progress while `begin` runs, which is done first; its result is
+    given.
 
     When another process holds the lock, or a rollback is in progress, for longer than `wait_seconds`, raises
     LockedError, or takes the lock over: what its holder may still do must be harmless, see
     `serving.client.adapter_swap`.
     """
-    until = time.monotonic() + wait_seconds
+    until, begun = time.monotonic() + wait_seconds, None
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count(1):
             try:
@@ -158,7 +160,7 @@ async def swap_lock(
                         path = state_dir / ROLLBACK_LOCK
                         with _opened(state_dir, path) as file:
                             _lock(file, path, fcntl.LOCK_EX)
-                            await begin()
+                            begun = await begin()
                     stack.enter_context(taken.pop_all())
                 break
             except LockedError as error:
@@ -170,7 +172,7 @@ async def swap_lock(
                 if attempt == LOG_AT_ATTEMPT:
                     log.info("waiting for a swap that is running: %s", error.why)
                 await asyncio.sleep(LOOK_SECONDS)
-        yield
+        yield begun
 
 
 @contextlib.asynccontextmanager

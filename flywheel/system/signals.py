@@ -1,20 +1,21 @@
-"""SIGINT and SIGTERM: a command or a round's worker ends in order, with the exit code of the signal.
-
-The daemon handles its signals itself.
-"""
+"""SIGINT and SIGTERM, and the end of work that they ask for: the daemon, a command or a round's worker ends in order,
+commands and workers with the exit code of the signal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
+import math
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from flywheel.errors import FlywheelError, StoppedError
 
@@ -106,36 +107,95 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
             raise
 
 
-@dataclass(eq=False, slots=True)
-class StopSignals:
-    """Handles SIGINT and SIGTERM while a coroutine runs. `by` is the signal that arrived, if one did."""
+class StopReason(Enum):
+    """Why work ends early."""
 
-    drain_seconds: float
-    by: signal.Signals | None = None
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)
-    _again: asyncio.Event = field(default_factory=asyncio.Event)
+    SIGNAL = auto()
+    FINISHED = auto()
+    """Nobody needs more of it."""
+    LOCK_LOST = auto()
+    CANCELLED = auto()
+    """This part of the work is of no use any more; the rest goes on."""
 
-    async def during(self, work: Coroutine[Any, Any, T], stop: Callable[[], Awaitable[object] | None]) -> T | None:
-        """The result of `work`; None when it had to be cancelled.
 
-        The first signal calls `stop`, which asks `work` to end, and waits for both: for `work` at most the drain
-        time. A second signal cancels `work` at once. What `stop` returns is always awaited.
-        """
-        loop = asyncio.get_running_loop()
+class Stop(threading.Event):
+    """That work is to end: why, and until when it may finish what it has begun.
+
+    Threads look at it as at any event. It is asked for in the event loop, where `asked` is awaited.
+    """
+
+    def __init__(self, drain_seconds: float = 0.0) -> None:
+        super().__init__()
+        self.reason: StopReason | None = None
+        self.why = ""
+        """The reason in words, where only this part of the work is cancelled."""
+        self.deadline = math.inf
+        """By the monotonic clock. What is not over by then is cancelled."""
+        self.by: signal.Signals | None = None
+        """The signal that asked for it."""
+        self.detaches = False
+        """Whether the worker of a round goes on."""
+        self._drain_seconds = drain_seconds
+        self._asked, self._hurried = asyncio.Event(), asyncio.Event()
+        self._parts = WeakSet[Stop]()
+
+    def ask(self, reason: StopReason, why: str = "") -> None:
+        """Ask for the end of the work, and of all its parts. Only the first reason counts."""
+        if self.reason is not None:
+            return
+        self.reason, self.why = reason, why
+        self.deadline = time.monotonic() + self._drain_seconds + SLACK_SECONDS
+        self.set()
+        self._asked.set()
+        for part in [*self._parts]:
+            part.ask(reason, why)
+
+    async def asked(self) -> None:
+        """Wait until it is asked for."""
+        await self._asked.wait()
+
+    def part(self) -> Stop:
+        """The stop of a part of the work, which is asked for with this one, or alone."""
+        part = Stop(self._drain_seconds)
+        self._parts.add(part)
+        if self.reason is not None:
+            part.ask(self.reason, self.why)
+        return part
+
+    def listen(self) -> None:
+        """Let SIGINT and SIGTERM ask for it, and a second one hurry, until the loop is closed."""
         for number in SIGNALS:
-            on_signal(loop, number, partial(self._hear, number))
+            on_signal(asyncio.get_running_loop(), number, partial(self._hear, number))
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, which looks at this stop; None when it had to be cancelled.
+
+        Signals ask for the stop meanwhile. `work` may then go on until the deadline.
+        """
+        self.listen()
         task = asyncio.create_task(work)
-        listening = asyncio.create_task(self._heard.wait())
+        asked = asyncio.create_task(self.asked())
         try:
-            await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
-            if self._heard.is_set():
-                await self._end(task, stop)
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if self.reason is not None:
+                await self.drain(task)
             return None if task.cancelled() else await task
         finally:
-            listening.cancel()
+            asked.cancel()
             task.cancel()
             for number in SIGNALS:
                 use_default(number)
+
+    async def drain(self, *tasks: asyncio.Task[Any]) -> None:
+        """Wait for the end of tasks, which are cancelled at the deadline."""
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        hurried = asyncio.create_task(self._hurried.wait())
+        left = max(0.0, self.deadline - time.monotonic())
+        await asyncio.wait((ended, hurried), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        for task in tasks:
+            task.cancel()
+        await ended
 
     def error(self, attempted: str, hint: str) -> StoppedError:
         """The error of a command that a signal stopped, with its exit code."""
@@ -145,24 +205,14 @@ class StopSignals:
         return error
 
     def _hear(self, number: signal.Signals) -> None:
-        if self._heard.is_set():
+        if self.reason is not None:
             log.warning("second signal: not waiting for calls in flight")
-            self._again.set()
+            self.deadline = time.monotonic()
+            self._hurried.set()
             return
         self.by = number
-        self._heard.set()
-
-    async def _end(self, task: asyncio.Task[T], stop: Callable[[], Awaitable[object] | None]) -> None:
-        hurried = asyncio.create_task(self._again.wait())
-        stopping = asyncio.ensure_future(stop() or asyncio.sleep(0))
-        await asyncio.sleep(0)  # `stop` has begun before the log line
-        log.info("stopping; send another signal to end without waiting for calls in flight")
-        patience = self.drain_seconds + SLACK_SECONDS
-        await asyncio.wait((task, hurried), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        await stopping
-        task.cancel()
-        await asyncio.wait((task,))
+        self.ask(StopReason.SIGNAL)
+        log.info("stopping: waiting at most %g s for calls in flight; another signal ends that", self._drain_seconds)
 
 
 class Stopped(BaseException):
@@ -193,10 +243,9 @@ def check_stopped() -> None:
 
 async def unless_cancelled(work: Coroutine[Any, Any, T | None], attempted: str, left: str) -> T:
     """The result of `work`, which a signal cancels. After one, raises StoppedError, which says what is `left`."""
-    interruption = StopSignals(drain_seconds=0)
-    outcome = await interruption.during(work, lambda: None)
-    if outcome is None:
-        raise interruption.error(attempted, left)
+    stop = Stop()
+    if (outcome := await stop.during(work)) is None:
+        raise stop.error(attempted, left)
     return outcome
 
 
@@ -205,16 +254,15 @@ async def unless_stopped(
 ) -> T:
     """The result of `work`, which runs in a thread and whose argument `stop` is set by a signal. After one, raises
     StoppedError, which says what is `left`."""
-    stop = threading.Event()
-    interruption = StopSignals(drain_seconds)
+    stop = Stop(drain_seconds)
     outcome: T | None = None
     try:
-        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), stop.set)
+        outcome = await stop.during(in_daemon_thread(partial(work, stop=stop)))
     except FlywheelError:
         # After a signal, errors of the stopped work do not matter.
-        if interruption.by is None:
+        if stop.by is None:
             raise
-    if interruption.by is not None:
-        raise interruption.error(attempted, left)
+    if stop.by is not None:
+        raise stop.error(attempted, left)
     assert outcome is not None
     return outcome

@@ -31,6 +31,10 @@ class Ran:
     def json(self) -> Any:
         return json.loads(self.out)
 
+    def fails(self, code: int, *words: str) -> None:
+        """It ended with this code, and its stderr has these words."""
+        assert self.code == code and all(word in self.err for word in words), self
+
 
 Run = Callable[..., Ran]
 
@@ -78,9 +82,17 @@ def flywheel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    """A state to filter, whose judge accepts what says that it is good."""
-    from tests.cli.filter_bench import Bench, says
+def bench(flywheel: Run, tmp_path: Path, judge: JudgeServer) -> Bench:
+    """A state to filter, and its judge."""
+    from tests.cli.filter_bench import Bench
+
+    return Bench(flywheel, tmp_path, judge)
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    """A judge that accepts what says that it is good; a test may set another `verdict`."""
+    from tests.cli.filter_bench import says
 
     with JudgeServer(says) as judge:
-        yield Bench(flywheel, tmp_path, judge)
+        yield judge

@@ -24,6 +24,11 @@ def says(question: str, answer: str) -> bool:
     return bool(question) and "good" in answer
 
 
+def changed(**values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The criteria, some of them with other values."""
+    return [{**criterion, **values.get(criterion["id"], {})} for criterion in CRITERIA]
+
+
 @dataclass
 class Bench:
     """`say` gives the criteria of which the judge thinks otherwise than `says`."""

@@ -11,7 +11,8 @@ import signal
 import struct
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +46,12 @@ def in_terminal(
     variables: Mapping[str, str] | None = None,
     typed: bytes = b"",
     interrupted_at: bytes = b"",
+    then: Callable[[], object] | None = None,
+    program: Sequence[str] = ("-m", "flywheel"),
 ) -> Seen:
     """Run `flywheel ARGUMENTS…` in `folder`; `piped`: only what goes to stderr is seen on the terminal. `typed` waits
-    for whoever reads from the terminal. The command is interrupted when it has shown `interrupted_at`."""
+    for whoever reads from the terminal. When the command has shown `interrupted_at`, it is interrupted, or `then` is
+    called. `program` is what Python runs."""
     master, slave = pty.openpty()
     os.write(master, typed)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -56,7 +60,7 @@ def in_terminal(
     output = folder / "piped"
     with output.open("wb") as file:
         process = warm.Popen(
-            [sys.executable, "-m", "flywheel", *map(str, arguments)],
+            [sys.executable, *program, *map(str, arguments)],
             cwd=folder,
             env=environment,
             stdin=slave,
@@ -65,6 +69,8 @@ def in_terminal(
             start_new_session=True,
         )
     os.close(slave)
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
     shown = bytearray()
     with contextlib.suppress(OSError):
         # Reading fails when the last one who could write is gone.
@@ -72,7 +78,8 @@ def in_terminal(
             shown += some
             if interrupted_at and interrupted_at in shown:
                 interrupted_at = b""
-                process.send_signal(signal.SIGINT)
+                then() if then else process.send_signal(signal.SIGINT)
+    watchdog.cancel()
     os.close(master)
     code = process.wait(SECONDS)
     coloured = shown.decode()

@@ -178,17 +178,22 @@ def test_other_settings_are_no_change_of_the_source(flywheel: Run, ingested: Pat
     assert found["changed"] == 0
 
 
-@pytest.mark.parametrize("trouble", ["missing", "not Studio's"])
 def test_a_source_that_cannot_be_read_is_a_problem_with_its_reason(
-    flywheel: Run, ingested: Path, studio: Path, tmp_path: Path, trouble: str
+    flywheel: Run, ingested: Path, studio: Path, tmp_path: Path
 ) -> None:
-    studio.unlink()
     (tmp_path / "lines.jsonl").unlink()
-    if trouble != "missing":
-        studio.write_text("not a database " * 100)
-    found = deep(flywheel, ingested, code=1)
-    assert [source["condition"] for source in found["sources"]] == [trouble, "missing"]
-    assert [source["error"] for source in found["sources"]] == found["problems"]
+    for trouble in ("not Studio's", "missing"):
+        studio.unlink() if trouble == "missing" else studio.write_text("not a database " * 100)
+        found = deep(flywheel, ingested, code=1)
+        assert [source["condition"] for source in found["sources"]] == [trouble, "missing"]
+        assert [source["error"] for source in found["sources"]] == found["problems"]
+    # A copy of a data set that is not there is not made.
+    write_lines(tmp_path / "given.jsonl", *LINES)
+    source = {"type": "jsonl", "path": "copy.jsonl", "dataset": {"path": str(tmp_path / "given.jsonl")}}
+    config = write_config(tmp_path, state={"dir": "home"}, sources=[source])
+    found = deep(flywheel, config, code=1)
+    assert "there is no copy of the data set yet" in found["sources"][0]["error"]
+    assert not (tmp_path / "copy.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -252,12 +257,3 @@ def test_rows_that_cannot_be_read_agree_whatever_their_trace_is_called(flywheel:
     ran = flywheel("audit", "--deep", "--source", studio, "--json")
     assert ran.code == 0, ran.out
     assert ran.json["sources"][0]["in_ledger"] == read["replies"]
-
-
-def test_a_copy_of_a_data_set_that_is_not_there_is_not_made(flywheel: Run, tmp_path: Path) -> None:
-    write_lines(tmp_path / "given.jsonl", *LINES)
-    source = {"type": "jsonl", "path": "copy.jsonl", "dataset": {"path": str(tmp_path / "given.jsonl")}}
-    config = write_config(tmp_path, state={"dir": "home"}, sources=[source])
-    found = deep(flywheel, config, code=1)
-    assert "there is no copy of the data set yet" in found["sources"][0]["error"]
-    assert not (tmp_path / "copy.jsonl").exists()

@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 
 from flywheel import errors
 from tests.cli.conftest import Run
-from tests.cli.filter_bench import says
 from tests.factories.commands import root
 from tests.factories.config import write_yaml
 from tests.factories.judge_server import JudgeServer
@@ -99,12 +98,6 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.web.server.serve", serve)
     for name in ("execv", "execve", "execvp", "execvpe"):
         monkeypatch.setattr(os, name, become)
-
-
-@pytest.fixture
-def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(says) as judge:
-        yield judge
 
 
 def written(folder: Path, judge: JudgeServer) -> Path:

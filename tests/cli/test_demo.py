@@ -24,6 +24,7 @@ from flywheel.cli.demo import recorded_round
 from flywheel.cli.demo.recorded_round import REPLIES_FILE, ROUND_FILE
 from flywheel.errors import EXIT_FAILED
 from flywheel.records.round import METRICS_FILE
+from tests import warm
 from tests.factories.text_places import place_of
 from tests.factories.web import address_in
 from tests.waiting import wait_for
@@ -39,14 +40,14 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("shown") / "demo"
     command = [*DEMO, "--no-browser", "--dir", str(folder)]
     wide = {**os.environ, "COLUMNS": "120"}
-    done = subprocess.run(command, env=wide, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = warm.run(command, env=wide, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
 
 def status_of(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "flywheel", "status", "--json", "-c", str(folder / "flywheel.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True)
+    done = warm.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True)
     status: dict[str, Any] = json.loads(done.stdout)
     return status
 
@@ -68,13 +69,8 @@ def test_the_table(shown: tuple[Path, str]) -> None:
     state = folder / "state"
     files = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
     assert {file for file in files if len(place_of(file)) != 1} == set(), "`forget` would miss it"
-    again = subprocess.run(
-        [*DEMO, "--no-browser", "--dir", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
+    command = [*DEMO, "--no-browser", "--dir", str(folder)]
+    again = warm.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert again.returncode == EXIT_FAILED and "is not empty" in again.stderr
 
 

@@ -114,8 +114,7 @@ def test_a_container_is_refused_a_worker_that_outlives_the_daemon(
     monkeypatch.setattr(service, "in_container", lambda: True)
     monkeypatch.setattr(service.Service, "recover", started)
     config = due_config(daemon={"on_stop": "detach", "metrics": None})
-    ran = flywheel("run", "-c", config)
-    assert (ran.code, "daemon.on_stop is detach, and this is a container" in ran.err) == (EXIT_CONFIG, True), ran.err
+    flywheel("run", "-c", config).fails(EXIT_CONFIG, "daemon.on_stop is detach, and this is a container")
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("mixed", True), ("process", False), ("", False)])

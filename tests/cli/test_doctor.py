@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,141 @@ def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
     vllm = FakeVllm()
     with JudgeServer() as judge, replica(vllm) as url:
         yield Bench(flywheel, tmp_path, judge, vllm, url)
+
+
+def puts(name: str, content: str | bytes, **sections: Any) -> Spoil:
+    """A file with this content, and these settings."""
+
+    def put(bench: Bench) -> dict[str, Any]:
+        path = bench.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return sections
+
+    return put
+
+
+def lacks(name: str) -> Spoil:
+    """A file that is missing."""
+    return lambda bench: (bench.folder / name).unlink() or {}
+
+
+def sets(**sections: Any) -> Spoil:
+    """These settings."""
+    return lambda bench: sections
+
+
+def empty_folder(bench: Bench) -> dict[str, Any]:
+    (bench.folder / "lines").mkdir()
+    return LINES
+
+
+def folder_of_others(bench: Bench) -> dict[str, Any]:
+    (bench.folder / "lines" / "older").mkdir(parents=True)
+    (bench.folder / "lines" / "a.jsonl.gz").touch()
+    return LINES
+
+
+def lists(models: Any) -> Spoil:
+    return lambda bench: setattr(bench.judge, "models", models) or {}  # type: ignore[func-returns-value]
+
+
+def unhealthy(bench: Bench) -> dict[str, Any]:
+    bench.vllm.faults = {"/health": (503, "dead")}
+    return {}
+
+
+def larger(bench: Bench) -> dict[str, Any]:
+    shutil.copytree(bench.folder / BASE, bench.folder / "larger")
+    return {"model": {"base": "./larger"}}
+
+
+def no_spans(bench: Bench) -> dict[str, Any]:
+    execute(bench.folder / "studio.sqlite", "DELETE FROM span_table")
+    return {}
+
+
+LINES = {"sources": [{"type": "jsonl", "path": "lines"}]}
+
+
+ELSEWHERE = {"urls": ["http://inference.invalid:8000"]}
+
+
+BAD_ARGUMENTS = ["--default-chat-template-kwargs", "{bad"]
+
+
+CONTRADICTED = (
+    "version: 1\nid: x\nthreshold: 0.5\n"
+    "criteria: [{id: boxed, type: contains, value: boxed, required: true}, {id: right, value: It is right.}]\n"
+    "examples: [{query: Why, answer: nothing, verdict: accept}]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "check", "words"),
+    [
+        (puts("file", "", state={"dir": "file/below"}), "state", ("is not a directory", "state.dir")),
+        (puts("state/state.db", "not a database, but long enough to be looked at " * 100), "state", "not a database"),
+        (lacks("studio.sqlite"), "source", "no such file"),
+        (puts("studio.sqlite", ""), "source", "it is empty"),
+        (puts("studio.sqlite", "text " * 1000), "source", "not a SQLite database"),
+        (no_spans, "source?", "nothing is in it yet"),
+        (sets(sources=[]), "source?", "no source is configured"),
+        (empty_folder, "source?", "nothing is in it"),
+        (folder_of_others, "source?", "not read: 1 compressed file (a.jsonl.gz), 1 subfolder (older)"),
+        (sets(sources=[{"type": "jsonl", "path": "nowhere"}]), "source", "nowhere"),
+        (puts("own.yaml", "id: x\nthreshold: 7\n", filter={"rubric": "own.yaml"}), "rubric 78", "threshold"),
+        (puts("own.yaml", CONTRADICTED, filter={"rubric": "own.yaml"}), "rubric?", "should be accepted"),
+        (
+            puts("own.yaml", "id: x\nfilters: [{type: nonesuch}]\n", filter={"chain": "own.yaml"}),
+            "filters 78",
+            "nonesuch",
+        ),
+        (sets(filter={"chain": "nope.yaml"}), "filters 78", "nope.yaml"),
+        (sets(judge={"model": "jugde"}), "judge", "jugde is not among the 1 models it lists (judge)"),
+        (lists(None), "judge?", "lists no models"),
+        (lists({"hello": "world"}), "judge?", "lists no models"),
+        (sets(judge={"backup": {"model": "other"}}), "judge.backup", ("other is not among", "judge.backup.model")),
+        (unhealthy, "server", "not healthy"),
+        (larger, "server", "it serves tiny, and model.base is larger"),
+        (sets(serving={"admin_key_env": "NO_SUCH_KEY"}), "server", "NO_SUCH_KEY, which is not set"),
+        (sets(serving=ELSEWHERE), "server", ("another machine", "serving.admin_key_env")),
+        (sets(serving={"api_key_env": "NO_SUCH_KEY"}), "serve", "NO_SUCH_KEY, which is not set"),
+        (sets(serving={"extra_args": ["--port", "1"]}), "serve", "serving.port"),
+        # As every round would name it once it has started, wherever the servers are.
+        (sets(serving={**ELSEWHERE, "extra_args": BAD_ARGUMENTS}), "serve", "is no JSON object"),
+        (lacks(f"{BASE}/config.json"), "model", "has no config.json"),
+        (lacks(f"{BASE}/tokenizer.json"), "model", "lacks a tokenizer"),
+        (lacks(f"{BASE}/chat_template.jinja"), "model", "lacks a chat template"),
+        (lacks(f"{BASE}/model.safetensors"), "model", "lacks weights"),
+        (puts(f"{BASE}/config.json", "{"), "model", "lacks a config.json that can be read"),
+        (sets(serving={"max_lora_rank": 8}), "configuration", "serving.max_lora_rank 8"),
+    ],
+)
+def test_what_is_wrong_is_the_only_finding_and_says_what_to_do(
+    bench: Bench, spoil: Spoil, check: str, words: str | tuple[str, ...]
+) -> None:
+    """`?` marks what is a warning, 78 what ends with that code."""
+    is_warning, (name, *code) = check.endswith("?"), check.removesuffix("?").split()
+    ran, report = bench.report(**spoil(bench))
+    found = {each["name"]: each for each in report["checks"]}
+    assert_failed(
+        found[name],
+        *((words,) if isinstance(words, str) else words),
+        result="warning" if is_warning else "failed",
+    )
+    if code:
+        assert ran.code == 78
+    if name not in ("server", "serve", "state", "model", "configuration"):
+        assert [each for each, told in found.items() if told["result"] == "failed"] == ([] if is_warning else [name])
+
+
+@pytest.mark.slow
+def test_task_files_are_counted(bench: Bench) -> None:
+    folder_of_others(bench)
+    (bench.folder / "lines" / "B.JSONL").write_text("{}\n")
+    found = bench(**LINES)["source"]
+    assert (found["result"], found["figures"]) == ("ok", {"files": 1, "bytes": 3})
 
 
 def assert_failed(finding: dict[str, Any], *words: str, result: str = "failed") -> None:
@@ -148,25 +284,38 @@ def test_a_wrong_configuration_ends_with_78_and_the_rest_is_told(bench: Bench) -
     assert_failed(found["configuration"], "line 2: unknown key `judge.modell`", "line 3: `training.steps`")
     assert found.keys() == {"training extra", "configuration"}
     assert bench.run("doctor").code == 78
+    ran = bench.run("doctor", "--json", "-c", "no.yaml")
+    assert (ran.code, "there is no such file" in ran.out) == (78, True)
+    (bench.folder / "flywheel.yaml").unlink()
+    [found] = [each for each in bench.run("doctor", "--json").json["checks"] if each["name"] == "configuration"]
+    assert_failed(found, "flywheel init", result="warning")
+    assert not (bench.folder / "home").exists()
 
 
-def test_a_configuration_that_is_not_there(flywheel: Run) -> None:
-    ran = flywheel("doctor", "--json", "-c", "no.yaml")
-    assert ran.code == 78
-    assert "there is no such file" in ran.out
+def test_targets_suites_and_a_judge_that_is_away_are_each_a_finding(bench: Bench, free_port: int) -> None:
+    for name in ("plan", "work"):
+        write_rubric(bench.folder, name=f"{name}.yaml", id=name)
+    targets = {name: {"rubric": f"{name}.yaml"} for name in ("plan", "work")}
+    away = {"base_url": f"http://127.0.0.1:{free_port}/v1"}
+    ran, report = bench.report(filter={"rubric": "nope.yaml"}, targets=targets, judge=away)
+    found = [check for check in report["checks"] if check["name"] in ("rubric", "judge")]
+    assert [(check["name"], check["subject"], check["result"]) for check in found] == [
+        ("rubric", "", "failed"), ("rubric", "plan", "ok"), ("rubric", "work", "ok"),
+        ("judge", f"judge at {away['base_url']}", "failed"),
+    ]  # fmt: skip
+    assert (ran.code, found[1]["found"].startswith("plan: ")) == (78, True)
+    assert_failed(found[3], "refused", "judge.base_url")
+    targets["work"]["rubric"] = "nope.yaml"
+    assert_failed(bench(filter={"rubric": "plan.yaml"}, targets=targets)["rubric"], "targets.work.rubric")
+    del bench.settings["targets"]
+    (bench.folder / "tasks.jsonl").write_text('{"main_query": "What is 2 + 2?"}\n')
+    _, report = bench.report(gate={"suites": {"math": {"file": "tasks.jsonl"}, "law": {"file": "nope.jsonl"}}})
+    found = [check for check in report["checks"] if check["name"] == "suite"]
+    assert [(check["subject"], check["result"]) for check in found] == [("math", "ok"), ("law", "failed")]
+    assert found[0]["found"] == "1 task, reported only"
 
 
-def test_no_configuration_at_all_is_a_warning(flywheel: Run, tmp_path: Path) -> None:
-    ran = flywheel("doctor", "--json")
-    found = {check["name"]: check for check in ran.json["checks"]}
-    assert ran.json["config"] is None
-    assert_failed(found["configuration"], "flywheel init", result="warning")
-    assert not (tmp_path / "home").exists()
-
-
-def test_a_state_that_cannot_be(bench: Bench) -> None:
-    (bench.folder / "file").write_text("")
-    assert_failed(bench(state={"dir": "file/below"})["state"], "is not a directory", "state.dir")
+Spoil = Callable[[Bench], dict[str, Any]]
 
 
 @pytest.mark.slow
@@ -178,51 +327,6 @@ def test_a_state_of_another_version(bench: Bench) -> None:
     assert_failed(bench()["state"], "version 99", "Upgrade Flywheel")
 
 
-def test_a_state_that_is_no_database(bench: Bench) -> None:
-    (bench.folder / "state").mkdir()
-    (bench.folder / "state" / "state.db").write_text("not a database, but long enough to be looked at " * 100)
-    assert_failed(bench()["state"], "not a database")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "no such file"), (b"", "it is empty"), (b"text " * 1000, "not a SQLite database")],
-)
-def test_a_source_that_cannot_be_read(bench: Bench, content: bytes | None, words: str) -> None:
-    path = bench.folder / "studio.sqlite"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    found = bench()["source"]
-    assert_failed(found, words)
-    assert found["subject"] == str(path)
-
-
-@pytest.mark.slow
-def test_a_source_with_nothing_in_it(bench: Bench) -> None:
-    execute(bench.folder / "studio.sqlite", "DELETE FROM span_table")
-    assert_failed(bench()["source"], "nothing is in it yet", result="warning")
-    assert_failed(bench(sources=[])["source"], "no source is configured", result="warning")
-    (bench.folder / "lines" / "older").mkdir(parents=True)
-    (bench.folder / "lines" / "a.jsonl.gz").touch()
-    lines = {"sources": [{"type": "jsonl", "path": str(bench.folder / "lines")}]}
-    found = bench(**lines)["source"]
-    assert_failed(found, "not read: 1 compressed file (a.jsonl.gz), 1 subfolder (older)", result="warning")
-    assert "nothing is in it yet" not in str(found)
-    (bench.folder / "lines" / "B.JSONL").touch()
-    assert bench(**lines)["source"]["result"] == "ok"
-
-
-@pytest.mark.slow
-def test_task_files(bench: Bench) -> None:
-    lines = bench.folder / "lines"
-    lines.mkdir()
-    assert_failed(bench(sources=[{"type": "jsonl", "path": "lines"}])["source"], "nothing is in it", result="warning")
-    (lines / "one.jsonl").write_text("{}\n")
-    assert bench()["source"]["figures"] == {"files": 1, "bytes": 3}
-    assert_failed(bench(sources=[{"type": "jsonl", "path": "nowhere"}])["source"], "nowhere")
-
-
 def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"type": "otlp", "listen": "0.0.0.0:0", "token_env": "TOKEN_OF_A_TEST"}
     ran, report = bench.report(sources=[source])
@@ -231,30 +335,6 @@ def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert ran.code == 1, "no file is wrong"
     monkeypatch.setenv("TOKEN_OF_A_TEST", "a-long-random-text")
     assert "not set" not in bench(sources=[source])["source"]["found"]
-
-
-def test_a_wrong_rubric_or_chain_ends_with_78(bench: Bench) -> None:
-    (bench.folder / "rubric.yaml").write_text("version: 1\nid: x\nthreshold: 7\n")
-    ran, report = bench.report(filter={"rubric": "rubric.yaml"})
-    assert ran.code == 78
-    assert_failed(next(check for check in report["checks"] if check["name"] == "rubric"), "threshold")
-    (bench.folder / "chain.yaml").write_text("version: 1\nid: x\nfilters: [{type: nonesuch}]\n")
-    ran, report = bench.report(filter={"chain": "chain.yaml"})
-    assert ran.code == 78
-    assert_failed(next(check for check in report["checks"] if check["name"] == "filters"), "nonesuch")
-
-
-def test_a_chain_that_is_not_there_is_told_once(bench: Bench) -> None:
-    ran, report = bench.report(filter={"chain": "nope.yaml"})
-    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
-    assert (ran.code, failed) == (78, ["filters"])
-
-
-def test_a_wrong_rubric_does_not_hide_a_judge_that_is_away(bench: Bench, free_port: int) -> None:
-    away = {"base_url": f"http://127.0.0.1:{free_port}/v1"}
-    ran, report = bench.report(filter={"rubric": "nope.yaml"}, judge=away)
-    failed = [check["name"] for check in report["checks"] if check["result"] == "failed"]
-    assert (ran.code, failed) == (78, ["rubric", "judge"])
 
 
 def test_the_shared_rubric_is_looked_at_beside_those_of_targets(bench: Bench) -> None:
@@ -281,24 +361,6 @@ def test_the_shared_rubric_is_looked_at_beside_those_of_targets(bench: Bench) ->
     assert_failed(found[2], "targets.work.rubric")
 
 
-def test_suites_are_named(bench: Bench) -> None:
-    (bench.folder / "tasks.jsonl").write_text('{"main_query": "What is 2 + 2?"}\n')
-    suites = {"math": {"file": "tasks.jsonl"}, "law": {"file": "nope.jsonl"}}
-    _, report = bench.report(gate={"suites": suites})
-    found = [check for check in report["checks"] if check["name"] == "suite"]
-    assert [(check["subject"], check["result"]) for check in found] == [("math", "ok"), ("law", "failed")]
-    assert found[0]["found"] == "1 task, reported only"
-
-
-def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
-    (bench.folder / "rubric.yaml").write_text(
-        "version: 1\nid: x\nthreshold: 0.5\n"
-        "criteria: [{id: boxed, type: contains, value: boxed, required: true}, {id: right, value: It is right.}]\n"
-        "examples: [{query: Why, answer: nothing, verdict: accept}]\n"
-    )
-    assert_failed(bench(filter={"rubric": "rubric.yaml"})["rubric"], "should be accepted", result="warning")
-
-
 def test_a_judge_that_is_the_trained_model(bench: Bench) -> None:
     bench.judge.models["data"].append({"id": "agent"})
     ran, report = bench.report(judge={"model": "agent"})
@@ -308,24 +370,6 @@ def test_a_judge_that_is_the_trained_model(bench: Bench) -> None:
     url = bench.settings["serving"]["urls"][0]
     _, report = bench.report(judge={"model": "tiny-2", "base_url": url})
     assert any("trained model's own server" in check["found"] for check in report["checks"])
-
-
-def test_a_judge_that_is_away(bench: Bench, free_port: int) -> None:
-    assert_failed(bench(judge={"base_url": f"http://127.0.0.1:{free_port}/v1"})["judge"], "refused", "judge.base_url")
-
-
-def test_a_judge_with_another_model(bench: Bench) -> None:
-    found = bench(judge={"model": "jugde"})["judge"]
-    assert_failed(found, "jugde is not among the 1 models it lists (judge)")
-
-
-@pytest.mark.parametrize(
-    ("listing", "words", "result"),
-    [(None, "lists no models", "warning"), ({"hello": "world"}, "lists no models", "warning")],
-)
-def test_a_judge_that_lists_nothing(bench: Bench, listing: Any, words: str, result: str) -> None:
-    bench.judge.models = listing
-    assert_failed(bench()["judge"], words, result=result)
 
 
 @pytest.mark.slow
@@ -372,47 +416,11 @@ def test_one_question_to_the_judge(bench: Bench) -> None:
     assert bench.judge.calls == 2
 
 
-def test_a_backup_is_looked_at_too(bench: Bench) -> None:
-    found = bench(judge={"backup": {"model": "other"}})
-    assert found["judge"]["result"] == "ok"
-    assert_failed(found["judge.backup"], "other is not among", "judge.backup.model")
-
-
-def test_servers(bench: Bench) -> None:
-    bench.vllm.loaded = {f"agent@r000{number}": "/x" for number in range(1, 5)}
-    assert bench()["server"]["result"] == "ok"
-    bench.vllm.loaded = {}
-    bench.vllm.faults = {"/health": (503, "dead")}
-    assert_failed(bench()["server"], "not healthy")
-
-
 @pytest.mark.slow
-def test_a_server_of_another_kind(bench: Bench) -> None:
+def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with replica(bench.vllm, lambda app: app) as url:
         assert_failed(bench(serving={"urls": [url]})["server"], "no alias middleware")
     assert_failed(bench()["server"], "cannot be reached", "flywheel serve")
-
-
-def test_a_server_of_another_model_and_one_with_a_key(bench: Bench) -> None:
-    shutil.copytree(bench.folder / BASE, bench.folder / "larger")
-    assert_failed(bench(model={"base": "./larger"})["server"], "it serves tiny, and model.base is larger")
-    bench(model={"base": f"./{BASE}"})
-    assert_failed(bench(serving={"api_key_env": "NO_SUCH_KEY"})["serve"], "NO_SUCH_KEY, which is not set")
-    assert_failed(bench(serving={"admin_key_env": "NO_SUCH_KEY"})["server"], "NO_SUCH_KEY, which is not set")
-
-
-def test_a_server_on_another_machine_needs_the_variable_of_the_admin_key(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = {"urls": ["http://inference.invalid:8000"]}
-    assert_failed(bench(serving=elsewhere)["server"], "another machine", "serving.admin_key_env")
-    monkeypatch.setenv("ADMIN", "admin-s3cret")
-    found = bench(serving={**elsewhere, "admin_key_env": "ADMIN"})["server"]
-    assert_failed(found, "cannot be reached")
-
-
-@pytest.mark.slow
-def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin-s3cret"}
     with running(with_middleware(bench.vllm, **keys)) as url:
         assert_failed(bench(serving={"urls": [url]})["server"], "refuses the key", "serving.admin_key_env")
@@ -423,6 +431,7 @@ def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.Mon
         key.write_text("admin-s3cret\n")
         found = bench(serving={"admin_key_env": None})
     assert found["server"]["result"] == "ok"
+    assert_failed(bench(serving={**ELSEWHERE, "admin_key_env": "ADMIN"})["server"], "cannot be reached")
 
 
 @pytest.mark.slow
@@ -435,14 +444,9 @@ def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:
     assert_failed(bench()["serve"], "agent@r0007 cannot be served again", "from a backup", result="warning")
 
 
-def test_settings_that_serve_refuses(bench: Bench) -> None:
-    assert_failed(bench(serving={"extra_args": ["--port", "1"]})["serve"], "serving.port")
-
-
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
-        (["--default-chat-template-kwargs", "{bad"], "--default-chat-template-kwargs"),
         (["--default-chat-template-kwargs="], "--default-chat-template-kwargs"),
         (["--seed=1", "--override_generation_config=[1]"], "--override-generation-config"),
         (["--default-chat-template-kwargs", '{"thinking": true}', "--override-generation-config={}"], ""),
@@ -451,36 +455,12 @@ def test_settings_that_serve_refuses(bench: Bench) -> None:
     ids=str,
 )
 def test_an_argument_that_is_no_json_object_is_named(arguments: list[str], wrong: str) -> None:
-    """As every round would name it once it has started, wherever the servers are."""
-    if not wrong:
+    with (
+        pytest.raises(ServeError, match=f"{wrong} in serving.extra_args is no JSON object")
+        if wrong
+        else nullcontext()
+    ):
         check_arguments(arguments)
-        return
-    with pytest.raises(ServeError, match=f"{wrong} in serving.extra_args is no JSON object"):
-        check_arguments(arguments)
-
-
-def test_arguments_are_looked_at_wherever_the_servers_are(bench: Bench) -> None:
-    serving = {"urls": ["http://inference.invalid:8000"], "extra_args": ["--default-chat-template-kwargs", "{bad"]}
-    assert_failed(bench(serving=serving)["serve"], "is no JSON object")
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("config.json", "has no config.json"),
-        ("tokenizer.json", "lacks a tokenizer"),
-        ("chat_template.jinja", "lacks a chat template"),
-        ("model.safetensors", "lacks weights"),
-    ],
-)
-def test_a_model_that_lacks_a_file(bench: Bench, file: str, words: str) -> None:
-    (bench.folder / BASE / file).unlink()
-    assert_failed(bench()["model"], words)
-
-
-def test_a_model_whose_config_cannot_be_read(bench: Bench) -> None:
-    (bench.folder / BASE / "config.json").write_text("{")
-    assert_failed(bench()["model"], "lacks a config.json that can be read")
 
 
 @pytest.mark.slow
@@ -500,10 +480,6 @@ def test_a_model_that_is_not_here(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert_failed(bench(model={"base": str(bench.folder / "nowhere")})["model"], "there is no directory")
 
 
-def test_settings_that_do_not_go_together(bench: Bench) -> None:
-    assert_failed(bench(serving={"max_lora_rank": 8})["configuration"], "serving.max_lora_rank 8")
-
-
 @pytest.mark.slow
 def test_people_get_a_table(bench: Bench) -> None:
     bench(judge={"model": "jugde"})
@@ -513,11 +489,10 @@ def test_people_get_a_table(bench: Bench) -> None:
     assert any(line.split()[:2] == ["failed", "judge"] for line in lines)
     assert any(line.strip().startswith("→ Correct judge.model") for line in lines)
     assert "1 failed" in lines[-1]
-    for columns in (40, 100):
-        seen = in_terminal(bench.folder, ["doctor"], columns=columns, home=bench.folder)
-        assert seen.code == 1
-        assert max(map(len, seen.lines)) <= columns
-        assert "…" not in seen.screen
+    seen = in_terminal(bench.folder, ["doctor"], columns=40, home=bench.folder)
+    assert seen.code == 1
+    assert max(map(len, seen.lines)) <= 40
+    assert "…" not in seen.screen
 
 
 def test_the_plan_has_the_memory_and_what_judging_takes(bench: Bench, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What `flywheel filter` prints beside its verdicts: one line of progress on a terminal, nothing if it is quiet."""
+"""What `flywheel filter` prints beside its verdicts: progress, or nothing if it is quiet; and of a flaky judge."""
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from rich.progress import Task, TaskID
 from flywheel.cli import progress_bars
 from flywheel.cli.progress_bars import of_tasks, rate_of
 from flywheel.errors import EXIT_FAILED
+from flywheel.system import http_client
 from tests.cli.filter_bench import Bench
 from tests.cli.terminal import in_terminal
 
@@ -62,37 +64,23 @@ def test_an_unreachable_judge_promises_no_retry_that_nobody_makes(bench: Bench, 
     assert "retried automatically" not in ran.out + ran.err
 
 
-def test_a_line_says_how_far_how_fast_and_how_long(
+def test_lines_say_how_far_how_fast_and_how_long_seldom_and_not_if_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def told(in_all: int, steps: int, *, quiet: bool = False) -> str:
+        with of_tasks("judging", in_all, quiet=quiet) as step:
+            for _ in range(steps):
+                step()
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    assert told(3, 1) == "", "lines are rare"
     monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
-    with of_tasks("judging", 3_000) as step:
-        step()
-        step()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"(judging: [12] of 3,000, [\d,.]+/(s|min), [\w ]+ left\n){2}", err)
-
-
-def test_lines_go_on_where_there_are_more_tasks_than_were_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
-    with of_tasks("judging", 2) as step:
-        for _ in range(4):
-            step()
-    assert re.findall(r"judging: (\d of \d), ", capsys.readouterr().err) == ["1 of 2", "2 of 2", "3 of 3", "4 of 4"]
-
-
-def test_lines_are_rare_and_a_quiet_one_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with of_tasks("judging", 3) as step:
-        step()
-    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
-    with of_tasks("judging", 3, quiet=True) as step:
-        step()
-    assert capsys.readouterr() == ("", "")
+    assert re.fullmatch(r"(judging: [12] of 3,000, [\d,.]+/(s|min), [\w ]+ left\n){2}", told(3_000, 2))
+    more = re.findall(r"judging: (\d of \d), ", told(2, 4))
+    assert more == ["1 of 2", "2 of 2", "3 of 3", "4 of 4"], "they go on where there are more than were counted"
+    assert told(3, 1, quiet=True) == ""
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0001, "10,000/s"), (0.4, "2.5/s"), (2.0, "30/min")])
@@ -100,3 +88,34 @@ def test_rates_have_as_many_figures_as_they_are_worth(seconds: float, told: str)
     task = Task(TaskID(0), "judging", total=3, completed=1, _get_time=lambda: seconds)
     task.start_time = 0.0
     assert rate_of(task) == told
+
+
+TASKS, FAILING = 81, 0.4
+WAYS = (
+    "429", "500", "reset", "truncated body", "html", "error object", "cut off stream", "odd", "nonsense",
+    "ignoring, nonsense", "truncated verdict", "missing criterion", "unknown choice", "empty choices",
+    "empty content", "refusal", "cut off",
+)  # fmt: skip
+
+
+def flaky(seed: int) -> list[str]:
+    """More behaviours than any run needs."""
+    rng = random.Random(seed)
+    return [rng.choice(WAYS) if rng.random() < FAILING else "good" for _ in range(20 * TASKS)]
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_judge_that_fails_often_leaves_few_undecided(bench: Bench, no_waits: None, threads: int) -> None:
+    bench.judge.behave(*flaky(seed=5))
+    bench.settings = {"max_thread": threads}
+    bench.lines(*["good: \\boxed{1}"] * TASKS)
+    ran = bench("filter", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["judged"] == TASKS
+    assert ran.json["undecided"] <= 0.05 * TASKS

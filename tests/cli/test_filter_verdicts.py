@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.filter_bench import CRITERIA, Bench
+from tests.cli.filter_bench import CRITERIA, Bench, changed
 from tests.factories.state import execute
 
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
-
-
-def changed(**values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**criterion, **values.get(criterion["id"], {})} for criterion in CRITERIA]
 
 
 def outcomes(ran: Any) -> dict[str, str]:

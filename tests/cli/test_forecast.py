@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,9 @@ QUESTION = "No round could train on what is judged. Ask the judge anyway? [y/N]"
 GOOD = {each["answer"] for each in labels("old") if each["expected_verdict"] == "GOOD"}
 
 
-@pytest.fixture
-def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(lambda _, answer: answer in GOOD) as server:
-        yield server
-
-
 def write(folder: Path, judge: JudgeServer, **sections: Any) -> Path:
     """Flywheel's own configuration of the fixture `old`, whose replies are another model's."""
+    judge.verdict = lambda _, answer: answer in GOOD
     shutil.copy(DATA / "old.sqlite", folder)
     own = {
         "state": {"dir": "state"},
@@ -130,42 +124,26 @@ def test_an_interrupt_at_the_question_ends_the_command_and_pays_nothing(judge: J
     assert judge.calls == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--yes"], ["--json"]])
-def test_filter_does_not_ask_who_has_said_so(arguments: list[str], judge: JudgeServer, tmp_path: Path) -> None:
-    write(tmp_path, judge, **TRAINS)
-    seen = terminal(tmp_path, *arguments, typed=b"n\n")
-    assert (seen.code, QUESTION in seen.screen) == (0, False)
-    assert judge.calls > 0
-
-
-@pytest.mark.slow
-def test_filter_does_not_ask_where_its_output_is_piped(judge: JudgeServer, tmp_path: Path) -> None:
-    write(tmp_path, judge, **TRAINS)
-    seen = terminal(tmp_path, piped=True, typed=b"n\n")
-    assert (seen.code, QUESTION in seen.screen + seen.piped) == (0, False)
-    assert NOTHING in seen.piped
-    assert judge.calls > 0
+USED = {
+    **TRAINS,
+    "sources": [{"path": "old.sqlite", "models": {"include": ["*"]}}],
+    "training": {"inexact_prompts": "use"},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {
-            **TRAINS,
-            "sources": [{"path": "old.sqlite", "models": {"include": ["*"]}}],
-            "training": {"inexact_prompts": "use"},
-        },
-    ],
+    ("sections", "arguments", "piped"),
+    [(TRAINS, ["--yes"], False), (TRAINS, ["--json"], False), (TRAINS, [], True), ({}, [], False), (USED, [], False)],
+    ids=["yes", "json", "piped", "nothing is trained", "something can be used"],
 )
-def test_filter_does_not_ask_where_nothing_or_something_is_trained(
-    sections: dict[str, Any], judge: JudgeServer, tmp_path: Path
+def test_filter_does_not_ask(
+    sections: dict[str, Any], arguments: list[str], piped: bool, judge: JudgeServer, tmp_path: Path
 ) -> None:
     write(tmp_path, judge, **sections)
-    seen = terminal(tmp_path, typed=b"n\n")
-    assert (seen.code, QUESTION in seen.screen) == (0, False)
+    seen = terminal(tmp_path, *arguments, piped=piped, typed=b"n\n")
+    assert (seen.code, QUESTION in seen.screen + seen.piped) == (0, False)
+    assert not piped or NOTHING in seen.piped
     assert judge.calls > 0
 
 
@@ -204,6 +182,7 @@ def test_astuners_page_leads_to_a_planned_round(flywheel: Run, judge: JudgeServe
     """With model and judge of one's own, and a gate for which a hundred replies are enough."""
     home = tmp_path / "tutorial" / "example_feedback_tracing"
     home.mkdir(parents=True)
+    judge.verdict = lambda _, answer: answer in GOOD
     shutil.copy(DATA / "old.sqlite", home / "database.sqlite")
     path = home / "example_feedback_tracing.yaml"
     path.write_text(DOCUMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sqlite3
@@ -124,7 +125,7 @@ def test_what_the_sources_still_have_is_not_read_again(flywheel: Run, config: Pa
 
 
 @pytest.mark.slow
-def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
+def test_wrong_usage_and_a_server_that_cannot_be_asked_are_said(flywheel: Run, config: Path, tmp_path: Path) -> None:
     for arguments in (
         (),
         ("--conversation", "a", "--user", "b"),
@@ -132,6 +133,11 @@ def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
         ("--conversation", "a", "--block"),
     ):
         assert flywheel("forget", *arguments, "-c", config).code == 2
+    away = "--set", "serving.urls=[http://127.0.0.1:1]"
+    ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config, *away)
+    assert ran.code == 0, ran.err
+    assert "http://127.0.0.1:1 could not be asked: 2 calls there are erased when it can be reached" in ran.out
+    assert left_in(tmp_path / "state") == {}
 
 
 @pytest.mark.slow
@@ -200,15 +206,6 @@ def test_calls_that_go_on_with_it_are_erased_when_they_come(flywheel: Run, confi
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_be_asked_is_named(flywheel: Run, config: Path, tmp_path: Path) -> None:
-    away = "--set", "serving.urls=[http://127.0.0.1:1]"
-    ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config, *away)
-    assert ran.code == 0, ran.err
-    assert "http://127.0.0.1:1 could not be asked: 2 calls there are erased when it can be reached" in ran.out
-    assert left_in(tmp_path / "state") == {}
-
-
-@pytest.mark.slow
 def test_a_daemon_carries_it_out(flywheel: Run, config: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     run = [
@@ -237,13 +234,12 @@ def test_a_daemon_carries_it_out(flywheel: Run, config: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_kill_9_at_every_step_and_run_again(flywheel: Run, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.extended)])
+def test_kill_9_at_every_step_and_run_again(flywheel: Run, config: Path, tmp_path: Path, stride: int) -> None:
     """Processes die at each step that changes something; the next `forget` finds the rest."""
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "state", kept)
-    step = 0
-    while True:
-        step += 1
+    for step in itertools.count(1, stride):
         shutil.rmtree(tmp_path / "state")
         shutil.copytree(kept, tmp_path / "state")
         command = [sys.executable, "-m", "tests.cli.killed_forget", str(step), str(config), CONVERSATION]

@@ -1,4 +1,4 @@
-"""`flywheel forget --service`: services that share the id of a conversation lose nothing to each other."""
+"""`flywheel forget --service`, and of runs with the same ids: nobody loses what is another one's."""
 
 from __future__ import annotations
 
@@ -91,6 +91,12 @@ def test_a_service_is_erased_and_another_one_with_the_same_id_is_left(
     assert flywheel("ingest", "-c", config).code == 0
     support = left(state, "pear")
     of_service = ("forget", "--conversation", SHARED, "--service", "billing", "-c", config)
+    shown = flywheel("forget", "--conversation", SHARED, "--dry-run", "-c", config).out
+    assert "not known (1 trace), billing (3 traces), support (2 traces); --service NAME takes those of one" in shown
+    assert "several services" not in flywheel("forget", "--conversation", "8", "--dry-run", "-c", config).out
+    wrong = flywheel("forget", "--conversation", SHARED, "--service", "biling", "-c", config)
+    assert wrong.code == 2 and "billing (3 traces)" in wrong.err
+    assert flywheel("forget", "--user", "u", "--service", "billing", "-c", config).code == 2
     dry = flywheel(*of_service, "--dry-run", "--json").json
     compare(dry, documented("forget"), "forget")
     assert (dry["kind"], dry["service"], dry["calls"]) == ("conversation", "billing", 2)
@@ -115,25 +121,6 @@ def test_a_service_is_erased_and_another_one_with_the_same_id_is_left(
     assert flywheel("forget", "--conversation", SHARED, "-c", config).code == 0
     assert f"{SUPPORT} 5" in (state / "tasks.jsonl").read_text(), "that is another conversation"
     assert f"{SUPPORT} 7" not in (state / "tasks.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_the_services_are_listed_before_anything_is_erased(flywheel: Run, config: Path) -> None:
-    flywheel("ingest", "-c", config)
-    shown = flywheel("forget", "--conversation", SHARED, "--dry-run", "-c", config).out
-    assert "not known (1 trace), billing (3 traces), support (2 traces); --service NAME takes those of one" in shown
-    alone = flywheel("forget", "--conversation", "8", "--dry-run", "-c", config).out
-    assert "several services" not in alone
-
-
-@pytest.mark.slow
-def test_a_service_without_the_conversation_is_refused(flywheel: Run, config: Path, tmp_path: Path) -> None:
-    flywheel("ingest", "-c", config)
-    before = left(tmp_path / "state", "plum")
-    ran = flywheel("forget", "--conversation", SHARED, "--service", "biling", "-c", config)
-    assert ran.code == 2 and "billing (3 traces)" in ran.err
-    assert left(tmp_path / "state", "plum") == before
-    assert flywheel("forget", "--user", "u", "--service", "billing", "-c", config).code == 2
 
 
 @pytest.mark.slow
@@ -168,3 +155,40 @@ def test_what_a_killed_process_has_begun_is_finished(flywheel: Run, config: Path
     assert flywheel("forget", "--conversation", "another", "-c", config).code == 0
     assert left(tmp_path / "state", "plum") == set()
     assert left(tmp_path / "state", "pear") >= {"state.db", "tasks.jsonl"}
+
+
+TRACE, SPAN = "8" * 32, "7" * 16
+HOUR = 3600
+
+
+@pytest.mark.slow
+def test_other_runs_of_its_traces_are_named_before_they_are_erased(flywheel: Run, tmp_path: Path) -> None:
+    config = write_config(tmp_path, sources=[{"type": "otlp", "listen": LISTEN}])
+
+    async def fill() -> None:
+        inbox = Inbox(inbox_path(tmp_path / "state", LISTEN))
+        for number, conversation in enumerate(("c0", "c1", "unknown", "c0")):
+            run = agent(
+                SPAN, f"plum {number}?", f"plum {number}", trace=TRACE, conversation=conversation,
+                began=number * HOUR, ended=number * HOUR + 1,
+            )  # fmt: skip
+            await inbox.store([[run.get(column) for column in COLUMNS]])
+        await inbox.close()
+
+    asyncio.run(fill())
+    assert flywheel("ingest", "-c", config).code == 0
+    dry = flywheel("forget", "--conversation", "c0", "--dry-run", "--json", "-c", config).json
+    compare(dry, documented("forget"), "forget")
+    assert dry["replies"] == 4
+    assert [(each["trace"], each["span"], each["conversation"]) for each in dry["other_runs"]] == [
+        (TRACE, SPAN, "c1"),
+        (TRACE, SPAN, "unknown"),
+    ]
+    ran = flywheel("forget", "--conversation", "c0", "-c", config)
+    assert ran.code == 0, ran.err
+    named, other, *_, last = ran.out.splitlines()
+    assert named == f"its trace {TRACE} also has conversation c1 of 2026-11-21T06:23:20: it is erased as well"
+    assert f"also has span {SPAN} of 2026-11-21T07:23:20" in other
+    assert last.startswith("Flywheel cannot erase")
+    assert planted_in(tmp_path / "state", ["plum"]).get("plum", ()) == ()
+    assert flywheel("audit", "--deep", "-c", config).code == 0

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +18,8 @@ from flywheel.errors import EXIT_FAILED, EXIT_USAGE
 from flywheel.system import files
 from flywheel.system.yaml_file import read_yaml
 from tests.cli.conftest import Run
+from tests.cli.terminal import in_terminal
 
-WAIT_SECONDS = 120
 DEFAULTS = InitAnswers("otlp", JUDGE, BASE, SERVER)
 SHIPPED = (files.shipped_folder() / "configs" / "flywheel.yaml").read_text().replace("../", "")
 
@@ -43,7 +38,9 @@ def test_what_nobody_is_asked_is_found_or_the_default(
     studio.parent.mkdir(parents=True)
     studio.touch()
     assert flywheel("init", "--yes", "second").code == 0
-    [source] = load(tmp_path / "second" / "flywheel.yaml").sources
+    other = load(tmp_path / "second" / "flywheel.yaml")
+    assert (config.state_dir, other.state_dir) == (tmp_path / "first" / "state", tmp_path / "second" / "state")
+    [source] = other.sources
     assert source.type == "studio" and source.path == studio
 
 
@@ -89,40 +86,19 @@ def test_every_kind_of_source_is_a_configuration(tmp_path: Path, source: str) ->
 
 @pytest.mark.slow
 def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "HOME": str(tmp_path), "TERM": "dumb"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flywheel", "init"],
-        cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
-    )  # fmt: skip
-    os.close(theirs)
-    said = ""
     # What cannot be used is asked again, and a judge without a model is asked about.
     judges = "gpt-4o", "http://127.0.0.1:9/v1", ""
-    answers = iter(["folder", "calls", *judges, "no model", "models/mine", "/a", "http://127.0.0.1:9"])
+    answers = ["folder", "calls", *judges, "no model", "models/mine", "/a", "http://127.0.0.1:9"]
     (tmp_path / "folder").mkdir()
-    until = time.monotonic() + WAIT_SECONDS
-    try:
-        while time.monotonic() < until:
-            try:
-                said += os.read(ours, 4096).decode()
-            except OSError:
-                break
-            if said.rstrip(" ").endswith("]:"):
-                os.write(ours, f"{next(answers)}\n".encode())
-                said += "\n"
-        assert process.wait(WAIT_SECONDS) == 0, said
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    assert next(answers, None) is None, said
+    typed = "".join(f"{each}\n" for each in answers).encode()
+    seen = in_terminal(tmp_path, ["init"], columns=200, home=tmp_path, typed=typed)
+    assert seen.code == 0, seen.screen
     for told in (
         "otlp   spans that the agents send", "calls  the call log of `flywheel serve`",
         "folder is no file that can be read",
         "gpt-4o is no URL", "gpt-4o-mini would be asked", "no model is neither a hub name", "/a is no URL",
     ):  # fmt: skip
-        assert told in said
+        assert told in seen.screen
     config = load(tmp_path / "flywheel.yaml")
     assert config.sources[0].type == "calls" and config.model.base == "models/mine"
     assert config.serving.urls == ["http://127.0.0.1:9"]
@@ -174,12 +150,6 @@ def test_an_answer_that_cannot_be_used_is_refused_and_nothing_is_written(
     assert ran.code == EXIT_USAGE
     assert why in " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.err).split())
     assert not (tmp_path / "new").exists()
-
-
-def test_two_folders_have_two_states(flywheel: Run, tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        assert flywheel("init", "--yes", name).code == 0
-        assert load(tmp_path / name / "flywheel.yaml").state_dir == tmp_path / name / "state"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection
@@ -121,20 +120,6 @@ def test_a_reply_is_found_by_its_span_or_its_trace(flywheel: Run, imported: Call
     assert found == {("a", tasks[0]), ("b", tasks[0]), ("c", tasks[1]), ("d", tasks[2]), ("k", tasks[3])}
 
 
-def test_a_spreadsheet_with_ids_of_other_tools(flywheel: Run, imported: Callable[..., Any], tmp_path: Path) -> None:
-    rows = [
-        "trace_id;span_id;verdict;by;comment",
-        f'{UUID(ALONE)};;good;ann;"neun; zehn"',
-        f"{int(SEVERAL, 16)};{int(SPANS[1], 16)};bad;bob;",
-        f"{int(SEVERAL, 16):#x};{int(SPANS[2], 16):#x};good;bob;",
-        f"trace:/main.agents/{MIXED};;bad;ann;",
-    ]
-    (tmp_path / "a.csv").write_bytes("\r\n".join(rows).encode("utf-16"))
-    report = flywheel("labels", "import", "a.csv", "--json").json
-    assert (report["replies"], report["new"], report["left_out"]) == (4, 4, {})
-    assert ("", "accept", "ann", "neun; zehn") in [(*each[:3], each[4]) for each in listed(flywheel)]
-
-
 def test_names_are_criteria_unless_they_are_said_to_be_of_the_whole(
     flywheel: Run, imported: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -170,10 +155,3 @@ def test_lines_of_a_label_file_without_a_task_are_counted(flywheel: Run, importe
     ]
     left_out = {"it names no task of the state": 2, "it has no answer or no verdict": 1}
     assert imported(*lines) == {"file": "a.jsonl", "replies": 0, "new": 0, "left_out": left_out}
-
-
-def test_a_file_without_annotations_is_refused(flywheel: Run, imported: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"data": []}')
-    ran = flywheel("labels", "import", "a.json")
-    assert (ran.code, ran.out) == (78, "")
-    assert "cannot read annotations a.json: it has none" in ran.err

@@ -73,17 +73,16 @@ def test_bm25_is_measured_without_an_encoder(flywheel: Run, home: Path, tmp_path
 def test_what_is_wrong_is_named(
     flywheel: Run, home: Path, tmp_path: Path, arguments: tuple[str, ...], why: str
 ) -> None:
-    ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), *arguments)
-    assert ran.code == 78 and why in ran.err
+    flywheel("retrieval", "evaluate", "-c", configured(tmp_path), *arguments).fails(78, why)
 
 
 def test_a_state_without_calls_and_no_state_are_named(flywheel: Run, tmp_path: Path) -> None:
-    ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path))
-    assert ran.code == 1 and "there is no state at" in ran.err
+    flywheel("retrieval", "evaluate", "-c", configured(tmp_path)).fails(1, "there is no state at")
     assert not (tmp_path / "home").exists()
     asyncio.run(fill(tmp_path / "home", []))
-    ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path))
-    assert ran.code == 1 and "no accepted task of the held-out split calls a tool with success" in ran.err
+    flywheel("retrieval", "evaluate", "-c", configured(tmp_path)).fails(
+        1, "no accepted task of the held-out split calls a tool with success"
+    )
 
 
 @pytest.mark.training
@@ -106,8 +105,7 @@ def test_training_says_what_stays(flywheel: Run, home: Path, tmp_path: Path) -> 
     ran = flywheel(*map(str, asked), "--out", tmp_path / "again")
     assert f"\nBM25 stays: {made['reason']}." in ran.out
     assert "mrr   encoder - method, mrr (95 %)\n" in ran.out
-    ran = flywheel(*map(str, asked), "--out", tmp_path / "made")
-    assert ran.code == 78 and "it exists" in ran.err
+    flywheel(*map(str, asked), "--out", tmp_path / "made").fails(78, "it exists")
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--encoder", base, "--json")
     assert set(ran.json["results"]["seen"]["methods"]) == {"encoder", "encoder + bm25", "bm25"}
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--encoder", base, "--base", base, "--json")

@@ -45,13 +45,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_conversations_are_shown_with_rewards_and_failed_criteria(flywheel: Run, folder: Path) -> None:
     undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge was away", seed=8)
-    write(
-        folder / "state",
-        rollout(),
-        undecided,
-        rollout(task_id="t-2", group=1, steps=STEPS, truncated=True, loop="'so' is repeated"),
-    )
-    assert flywheel("rollouts", "r0007").out == (
+    looping = rollout(task_id="t-2", group=1, steps=STEPS, truncated=True, loop="'so' is repeated")
+    path = write(folder / "state", rollout(), undecided, looping)
+    shown = flywheel("rollouts", "r0007").out
+    assert shown.startswith(
         f"""
 step 1, t-1: 2 rollouts, mean reward 0.25
   Prompt
@@ -62,23 +59,18 @@ step 1, t-1: 2 rollouts, mean reward 0.25
       \\boxed{{8}}
     ✗ right: no  {REASON}
   2. reward –, seed 8
-    Answer
-      \\boxed{{8}}
-    no reward: the judge was away
-
-step 1, t-2: 1 rollout, mean reward 0.25
-  Prompt
-    [system] Be brief.
-    [user] {QUESTION}
-  1. reward 0.25, advantage -0.87, truncated, 'so' is repeated, seed 7
-    Steps
-      [assistant calls add] {{"a": 3, "b": 4}}
-      [tool add] 7
-    Answer
-      \\boxed{{8}}
-    ✗ right: no  {REASON}
 """
     )
+    assert "    no reward: the judge was away\n\nstep 1, t-2: 1 rollout, mean reward 0.25\n" in shown
+    assert "  1. reward 0.25, advantage -0.87, truncated, 'so' is repeated, seed 7\n    Steps\n" in shown
+    assert '      [assistant calls add] {"a": 3, "b": 4}\n      [tool add] 7\n' in shown
+    (path.parents[1] / "spec.json").unlink()
+    without_tasks = flywheel("rollouts", "r0007").out
+    assert "\\boxed{8}" in without_tasks and "Prompt" not in without_tasks
+    # Of an earlier version, which had the rollouts of all steps in one file.
+    shutil.copytree(IN_ONE_FILE, folder / "state" / "rounds" / "r0001")
+    earlier = flywheel("rollouts", "r0001", "--step", "2", "--task", "t-1").out
+    assert earlier.startswith("\nstep 2, t-1: 4 rollouts, mean reward 0.50\n")
 
 
 def test_of_the_users_agent_its_own_reward_and_metrics_are_shown(flywheel: Run, folder: Path) -> None:
@@ -127,15 +119,14 @@ def test_tasks_and_steps_can_be_asked_for(flywheel: Run, folder: Path) -> None:
 
     def asked(*arguments: str) -> list[tuple[int, str]]:
         report = flywheel("rollouts", "r0007", *arguments, "--json").json
-        assert report["round"] == "r0007"
         return [(group["step"], group["task_id"]) for group in report["groups"]]
 
     assert asked() == [(1, "t-1"), (1, "t-2"), (2, "t-1"), (2, "t-2")]
     assert asked("--task", "t-2") == [(1, "t-2"), (2, "t-2")]
     assert asked("--task", "t-2", "--step", "2") == [(2, "t-2")]
-    ran = flywheel("rollouts", "r0007", "--task", "t-9", "--step", "2")
-    assert ran.code == 1
-    assert "cannot show rollouts of r0007: none is of task t-9 and step 2" in ran.err
+    flywheel("rollouts", "r0007", "--task", "t-9", "--step", "2").fails(
+        1, "cannot show rollouts of r0007: none is of task t-9 and step 2"
+    )
 
 
 def test_the_keys_of_json_are_those_of_the_page(flywheel: Run, folder: Path) -> None:
@@ -146,14 +137,6 @@ def test_the_keys_of_json_are_those_of_the_page(flywheel: Run, folder: Path) -> 
     assert "samples" in with_tokens["groups"][0]["rollouts"][0]
     compare(flywheel("rollouts", "r0007", "--json").json, shape, "rollouts")
     assert "samples" not in flywheel("rollouts", "r0007", "--json").out
-
-
-def test_rollouts_without_the_tasks_of_the_round_are_shown_without_questions(flywheel: Run, folder: Path) -> None:
-    path = write(folder / "state", rollout())
-    (path.parents[1] / "spec.json").unlink()
-    shown = flywheel("rollouts", "r0007").out
-    assert "\\boxed{8}" in shown
-    assert "Prompt" not in shown
 
 
 @pytest.mark.parametrize("name", ["r0008", "../rounds/r0007", ".", "rounds"])
@@ -174,13 +157,6 @@ def test_a_round_whose_rollouts_are_not_there_says_so(flywheel: Run, folder: Pat
     assert "retention.keep_days" in ran.err
 
 
-def test_a_round_of_an_earlier_version_is_shown(flywheel: Run, folder: Path) -> None:
-    """Its rollouts of all steps are in one file."""
-    shutil.copytree(IN_ONE_FILE, folder / "state" / "rounds" / "r0001")
-    shown = flywheel("rollouts", "r0001", "--step", "2", "--task", "t-1")
-    assert shown.out.startswith("\nstep 2, t-1: 4 rollouts, mean reward 0.50\n")
-
-
 def test_show_names_them_by_round_or_adapter_and_the_last_debug_round_by_itself(flywheel: Run, folder: Path) -> None:
     write(folder / "state", rollout(), rollout(task_id="t-2", group=1))
     write(folder / "state", rollout(answer="tried"), name="debug")
@@ -190,10 +166,8 @@ def test_show_names_them_by_round_or_adapter_and_the_last_debug_round_by_itself(
             assert flywheel("show", name, "--rollouts", *asked) == of_round
     assert flywheel("show", "debug") == flywheel("show", "debug", "--rollouts") == flywheel("rollouts", "debug")
     assert "tried" in flywheel("show", "debug").out
-    ran = flywheel("show", "r0007", "--step", "1")
-    assert (ran.code, "it goes with --rollouts" in ran.err) == (2, True)
-    ran = flywheel("rollouts", "r0007", "--tokens")
-    assert (ran.code, "requires --json" in ran.err) == (2, True)
+    flywheel("show", "r0007", "--step", "1").fails(2, "it goes with --rollouts")
+    flywheel("rollouts", "r0007", "--tokens").fails(2, "requires --json")
 
 
 def test_the_list_of_a_debug_round_has_two_lines_for_each_rollout(folder: Path) -> None:

@@ -71,9 +71,9 @@ def test_a_folder_without_an_adapter_starts_nothing(
     flywheel: Run, due_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = due_config()
-    ran = flywheel("round", "--adapter", "lora", "-c", config)
-    assert ran.code == 1
-    assert f"cannot compare the adapter in {tmp_path}/lora with what serves: there is no such folder" in ran.err
+    flywheel("round", "--adapter", "lora", "-c", config).fails(
+        1, f"cannot compare the adapter in {tmp_path}/lora with what serves: there is no such folder"
+    )
     assert flywheel("status", "--json", "-c", config).json["rounds"] == []
 
 

@@ -6,11 +6,9 @@ import asyncio
 import io
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from flywheel.store.kernel.database import read_once
 from flywheel.training.data.rollout_file import step_file, write_step
 from tests import warm
 from tests.cli.conftest import Run
-from tests.cli.terminal import COMMANDS, EVIL
+from tests.cli.terminal import COMMANDS, EVIL, in_terminal
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import write_config
 from tests.factories.documented_json import compare, documented
@@ -68,9 +66,9 @@ def test_run_once_fails_with_its_round_and_tries_no_other(
     flywheel: Run, due_config: Callable[..., Path], work: Work
 ) -> None:
     config = due_config(daemon={**DAEMON, "failed_round_wait_seconds": 0})
-    ran = flywheel("run", "--once", "-c", config)
-    assert ran.code == 1
-    assert "r0001 failed: cannot finish r0001: its worker died with exit code 1 (out of memory)" in ran.err
+    flywheel("run", "--once", "-c", config).fails(
+        1, "r0001 failed: cannot finish r0001: its worker died with exit code 1 (out of memory)"
+    )
     assert len(flywheel("status", "--json", "-c", config).json["rounds"]) == 1
 
 
@@ -97,22 +95,10 @@ def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
     assert (ran.json["round"], ran.json["state"], ran.json["attempt"]) == ("r0001", "rejected", 1)
 
 
-@pytest.mark.slow
-def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, work: Work) -> None:
-    first = '{"event": "step", "step": 1, "reward_mean": null, "reward_std": null, "undecided": 8}'
-    second = '{"event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
-    refused = '{"round_id": "debug", "outcome": "refused", "reason": "no spread"}'
-    work(f"printf '%s\\n' '{first}' '{second}' > $3/metrics.jsonl; echo '{refused}' > $3/result.json")
-    ran = flywheel("round", "--debug", "-c", config)
-    assert ran.code == 0, ran.err
-    assert (
-        "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided, 5 ended at a call without a recorded" in ran.out
-    )
-
-
 DEBUG = (
-    'echo \'{"event": "step", "step": 1, '
-    '"reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
+    'echo \'{"event": "step", "step": 1, "reward_mean": null, "reward_std": null, "undecided": 8}\' > '
+    '"$3/metrics.jsonl"\necho \'{"event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, '
+    '"missed": 5}\' >> "$3/metrics.jsonl"\n'
     'cp -R rollouts "$3/rollouts"\n'
     'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
 )
@@ -126,6 +112,8 @@ def test_a_debug_round_ends_with_its_rollouts(flywheel: Run, config: Path, work:
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert not COMMANDS.search(ran.out)
+    figures = "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided, 5 ended at a call without a recorded"
+    assert figures in ran.out
     _, _, shown = ran.out.partition("\n\n")
     first, about, second, empty = shown.splitlines()
     assert first == "reward 0.25, 2 steps, right" and " → eight " in about
@@ -139,6 +127,29 @@ def test_a_debug_round_ends_with_its_rollouts(flywheel: Run, config: Path, work:
     compare(report, documented("round --debug"), "round --debug")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("typed", "options", "code", "said"),
+    [
+        ("y", [], 0, "Start it anyway? [y/N]"), ("n", [], 1, "Start it anyway? [y/N]"),
+        ("", [], 1, "Start it anyway? [y/N]"), (None, [], 2, "give --yes"), (None, ["--yes"], 0, ""),
+    ],
+)  # fmt: skip
+def test_a_forced_round_with_too_few_samples_asks_at_a_terminal_and_needs_yes_elsewhere(
+    flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch, typed: str | None, options: list[str],
+    code: int, said: str,
+) -> None:  # fmt: skip
+    work(REFUSES)
+    terminal = io.StringIO("y\n" if typed is None else f"{typed}\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: typed is not None)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    flywheel("round", "--force", *options, "-c", scarce).fails(code, SHORTAGE, said)
+    rounds = flywheel("status", "--json", "-c", scarce).json["rounds"]
+    assert [each["state"] for each in rounds] == (["rejected"] if code == 0 else [])
+    if code == 0:
+        assert "so few" not in flywheel("round", "--force", "-c", scarce, "--set", "trigger.min_samples=4").err
+
+
 @pytest.fixture
 def scarce(due_config: Callable[..., Path]) -> Path:
     """The same with six samples, where a round needs forty."""
@@ -148,58 +159,13 @@ def scarce(due_config: Callable[..., Path]) -> Path:
 SHORTAGE = "6 of 40 samples are free: a round with so few samples learns little"
 
 
-def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_asked(
-    flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    ran = flywheel("round", "--force", "-c", scarce)
-    assert ran.code == 2
-    assert SHORTAGE in ran.err
-    assert "give --yes" in ran.err
-    assert flywheel("status", "--json", "-c", scarce).json["rounds"] == []
-
-
-@pytest.mark.slow
-def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, scarce: Path, work: Work) -> None:
-    work(REFUSES)
-    ran = flywheel("round", "--force", "--yes", "--json", "-c", scarce)
-    assert SHORTAGE in ran.err
-    assert (ran.code, ran.json["state"]) == (0, "rejected")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1)])
-def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
-    flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
-) -> None:
-    work(REFUSES)
-    terminal = io.StringIO(f"{answer}\n")
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", terminal)
-    ran = flywheel("round", "--force", "-c", scarce)
-    assert ran.code == code
-    assert SHORTAGE in ran.err
-    assert "Start it anyway? [y/N]" in ran.err
-    assert len(flywheel("status", "--json", "-c", scarce).json["rounds"]) == (code == 0)
-
-
-@pytest.mark.slow
-def test_a_forced_round_with_samples_enough_asks_nothing(flywheel: Run, config: Path, work: Work) -> None:
-    work(REFUSES)
-    ran = flywheel("round", "--force", "-c", config)
-    assert ran.code == 0
-    assert "so few" not in ran.err
-
-
 def test_a_base_model_that_is_not_there_fails_before_a_worker_starts(
     flywheel: Run, due_config: Callable[..., Path], work: Work, tmp_path: Path
 ) -> None:
     work(f"touch {tmp_path}/started; {REFUSES}")
     config = due_config(daemon=DAEMON, model={"base": f"{tmp_path}/nowhere"})
     for arguments in (["round"], ["round", "--force"], ["round", "--debug"]):
-        ran = flywheel(*arguments, "-c", config)
-        assert ran.code == 1
-        assert f"there is no directory {tmp_path}/nowhere" in ran.err
+        flywheel(*arguments, "-c", config).fails(1, f"there is no directory {tmp_path}/nowhere")
     assert flywheel("run", "--once", "-c", config).code == 0
     assert "there is no directory" in flywheel("status", "-c", config).out
     assert not (tmp_path / "started").exists()
@@ -223,11 +189,10 @@ def halfway(config: Path, work: Work, tmp_path: Path) -> Iterator[Callable[[], N
     go_on.touch()
 
 
-def started(config: Path, stderr: int) -> subprocess.Popen[bytes]:
+def program(config: Path) -> list[str]:
+    """`flywheel` with the worker of `work`."""
     worker = str(config.with_name("worker"))
-    code = f"import sys; from flywheel.cli import main; sys.executable = {worker!r}; main()"
-    command = [PYTHON, "-c", code, "round", "-c", config]
-    return warm.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
+    return ["-c", f"import sys; from flywheel.cli import main; sys.executable = {worker!r}; main()"]
 
 
 @pytest.mark.slow
@@ -242,7 +207,8 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
 ) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        process = started(config, stderr.fileno())
+        command = [PYTHON, *program(config), "round", "-c", config]
+        process = warm.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
     try:
         wait_for(lambda: "training, step 3" in log.read_text(), "the line of the log", seconds=SECONDS)
         assert f"r0001: {TOLD}\n" in log.read_text()
@@ -288,29 +254,16 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
 
 
 @pytest.mark.slow
-def test_a_running_round_is_shown_on_a_terminal(config: Path, work: Work, halfway: Callable[[], None]) -> None:
-    master, slave = pty.openpty()
-    process = started(config, slave)
-    os.close(slave)
-    watchdog = threading.Timer(SECONDS, process.kill)
-    watchdog.start()
-    screen = b""
-    try:
-        while b"812 tokens/s" not in screen:
-            screen += os.read(master, 65536)
-        halfway()
-        assert process.wait(SECONDS) == 0
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        os.close(master)
-        out = process.stdout.read().decode()
-        process.stdout.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
-    assert "r0001" in text
-    assert "training, step 3 of 5" in text
-    assert out.startswith("10 tasks: 4 held out; of 6 for training 6 usable.\nr0001: rejected: no spread\n")
+def test_a_running_round_is_shown_on_a_terminal(
+    config: Path, work: Work, halfway: Callable[[], None], tmp_path: Path
+) -> None:
+    seen = in_terminal(
+        tmp_path, ["round", "-c", config], columns=200, home=tmp_path, piped=True, interrupted_at=b"812 tokens/s",
+        then=halfway, program=program(config),
+    )  # fmt: skip
+    assert seen.code == 0, seen.screen
+    assert "r0001" in seen.screen and "training, step 3 of 5" in seen.screen
+    assert seen.piped.startswith("10 tasks: 4 held out; of 6 for training 6 usable.\nr0001: rejected: no spread\n")
 
 
 @pytest.mark.slow
@@ -333,9 +286,9 @@ def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budg
         lent = json.loads((tmp_path / "lent.json").read_text())["tokens"]
         assert lent == 100_000 - before["tokens_today"] - (times - 1) * 750
     due_config(daemon=DAEMON, judge={"budget": {"tokens_per_day": 1500}})
-    ran = flywheel("round", "--debug", "-c", config)
-    assert ran.code == 1
-    assert "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC" in ran.err
+    flywheel("round", "--debug", "-c", config).fails(
+        1, "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC"
+    )
 
 
 @pytest.mark.parametrize("options", [(), ("--force", "--yes"), ("--debug",)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,9 @@ criteria:
 """
 
 
-def says_seven(question: str, answer: str) -> bool:
-    return "seven" in answer
-
-
-@pytest.fixture
-def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(says_seven) as server:
-        yield server
-
-
 @pytest.fixture
 def config(tmp_path: Path, judge: JudgeServer) -> Path:
+    judge.verdict = lambda _, answer: "seven" in answer
     (tmp_path / "r.yaml").write_text(RUBRIC)
     return write_settings(tmp_path, judge)
 
@@ -135,9 +125,7 @@ def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
     assert flywheel(*wanted, "--json").json["cost"] == {"amount": pytest.approx(2.6), "currency": "EUR"}
     # Then there is no room for another one, and nobody is asked.
     calls = judge.calls
-    ran = flywheel(*wanted)
-    assert ran.code == 1
-    assert f"and the budget has {once - 13 * 120:,} tokens left. Use fewer labels" in ran.err
+    flywheel(*wanted).fails(1, f"and the budget has {once - 13 * 120:,} tokens left. Use fewer labels")
     assert judge.calls == calls
 
 
@@ -154,18 +142,23 @@ def test_a_budget_that_does_not_suffice_after_all_ends_it_and_what_was_spent_is_
     assert spent(tmp_path) == [(judge.calls, judge.calls * 8000)]
 
 
-def test_it_is_judged_as_tasks_are(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
+def test_it_is_judged_as_tasks_are_and_held_to_the_bar(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
     write_chain(tmp_path, {"type": "llm_evaluate", "params": {"temperature": 0.3}})
-    write_settings(tmp_path, judge, {"chain": "chain.yaml", "rubric": "r.yaml"}, min_kappa=0.5)
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, *LABELS), "-c", config)
-    assert ran.code == 0
+    labels = write_labels(tmp_path, *LABELS)
+    for bar, shortfall in ((0.95, "judge.min_kappa is 0.95, but kappa of the rubric is 0.69 (13 labels"), (0.5, "")):
+        write_settings(tmp_path, judge, {"chain": "chain.yaml", "rubric": "r.yaml"}, min_kappa=bar)
+        ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
+        assert (ran.code, (ran.json["shortfall"] or "").startswith(shortfall)) == (int(bool(shortfall)), True)
+    assert ran.json["shortfall"] is None
     assert {request["temperature"] for request in judge.requests} == {0.3}
     # It is the calibration that a round asks for: another reason is left why there is none.
     ran = flywheel("round", "-c", config)
     assert "min_kappa" not in ran.err + ran.out
 
 
-def test_every_form_of_a_label(flywheel: Run, config: Path, tmp_path: Path) -> None:
+def test_every_form_of_a_label_and_those_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None:
     labels = write_labels(
         tmp_path,
         label("It is seven.", "GOOD"),
@@ -178,15 +171,9 @@ def test_every_form_of_a_label(flywheel: Run, config: Path, tmp_path: Path) -> N
     )
     said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json").json
     assert (said["labels"], said["left_out"], said["agreement"]) == (4, 2, 1.0)
-
-
-def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None:
-    source = tmp_path / "tasks.jsonl"
-    lines = [
-        {"question": f"What is {n}?", "answer": "It is seven.", "metadata": {"started_at": START.isoformat()}}
-        for n in range(3)
-    ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    started = {"started_at": START.isoformat()}
+    lines = [{"question": f"What is {n}?", "answer": "It is seven.", "metadata": started} for n in range(3)]
+    write_lines(tmp_path / "tasks.jsonl", *lines)
     config.write_text(f"{config.read_text()}sources:\n  - {{type: jsonl, path: tasks.jsonl}}\n")
     ran = flywheel("ingest", "-c", config, "--out", "out.jsonl")
     assert ran.code == 0, ran.err
@@ -196,8 +183,9 @@ def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None
     assert said["judged"] == 3
     assert {each["task_id"] for each in flywheel("labels", "--json", "-c", config).json["labels"]} == set(ids)
     labels = write_labels(tmp_path, {"task_id": "t-nobody", "verdict": "accept"})
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
-    assert (ran.code, "task t-nobody is not in the state" in ran.err) == (78, True)
+    flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config).fails(
+        78, "task t-nobody is not in the state"
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,9 +207,7 @@ def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None
 def test_labels_that_cannot_be_used(
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer, line: Any, words: str
 ) -> None:
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, line), "-c", config)
-    assert ran.code == 78
-    assert words in ran.err
+    flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, line), "-c", config).fails(78, words)
     assert judge.calls == 0
 
 
@@ -231,21 +217,9 @@ def test_a_judge_that_is_away_stores_nothing(flywheel: Run, config: Path, tmp_pa
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
     assert ran.code == EXIT_UNAVAILABLE
     judge.behave("nonsense")
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
-    assert ran.code == EXIT_UNAVAILABLE
-    assert "none of the 13 replies was decided" in ran.err
+    flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config).fails(
+        EXIT_UNAVAILABLE, "none of the 13 replies was decided"
+    )
     write_settings(tmp_path, judge, min_kappa=0.1)
     judge.behave("good")
-    ran = flywheel("round", "-c", config, "--force")
-    assert (ran.code, "the rubric is not calibrated" in ran.err) == (1, True)
-
-
-def test_the_bar_is_held_up(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
-    labels = write_labels(tmp_path, *LABELS)
-    write_settings(tmp_path, judge, min_kappa=0.95)
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
-    assert ran.code == 1
-    assert ran.json["shortfall"].startswith("judge.min_kappa is 0.95, but kappa of the rubric is 0.69 (13 labels")
-    config.write_text(config.read_text().replace("0.95", "0.6"))
-    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
-    assert (ran.code, ran.json["shortfall"]) == (0, None)
+    flywheel("round", "-c", config, "--force").fails(1, "the rubric is not calibrated")

@@ -57,8 +57,7 @@ def echo() -> Iterator[Echo]:
         yield echo
 
 
-@pytest.mark.parametrize("password", ["s3cret-word", "pw"])
-@pytest.mark.parametrize("by", ["file", "variable"])
+@pytest.mark.parametrize(("password", "by"), [("s3cret-word", "file"), ("pw", "variable")])
 def test_the_password_of_an_endpoint_is_sent_and_stored_nowhere(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str, by: str
 ) -> None:
@@ -122,7 +121,7 @@ def looked_at(flywheel: Run, config: Path, *commands: tuple[str, ...]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [200, 302, 400, 401, 403, 404, 413, 429, 500])
+@pytest.mark.parametrize("status", [200, 302, 400, 401, 429, 500])
 def test_a_judge_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: Echo, status: int) -> None:
     """Its words are cut behind the middle of the key."""
     echo.status = status

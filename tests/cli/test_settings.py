@@ -66,9 +66,7 @@ def test_a_suite_that_is_too_small_is_refused_with_the_size_that_is_needed(flywh
         "gate: {suites: {sums: {file: suite.jsonl, margin: 0.1}}}\n"
     )
     for command in (["config", "show"], ["round"], ["run", "--once"]):
-        ran = flywheel(*command)
-        assert ran.code == 78, ran.err
-        assert "suite.jsonl has 1 different conversation, and 41 are needed" in ran.err
+        flywheel(*command).fails(78, "suite.jsonl has 1 different conversation, and 41 are needed")
     found = {each["name"]: each for each in flywheel("doctor", "--json").json["checks"]}
     assert found["suite"]["result"] == "failed"
     assert "and 41 are needed" in found["suite"]["found"]
@@ -232,27 +230,12 @@ def test_no_secret_is_shown(flywheel: Run, tmp_path: Path, monkeypatch: pytest.M
         assert "hidden" not in text
 
 
-def test_a_wrong_file_is_an_error_and_not_shown(flywheel: Run, tmp_path: Path) -> None:
-    (tmp_path / "flywheel.yaml").write_text("judge: {max_threads: 3}\n")
-    ran = flywheel("config", "show")
-    assert (ran.code, ran.out) == (78, "")
-    assert "did you mean `max_thread`?" in ran.err
-
-
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_schemas_are_printed(flywheel: Run, name: str) -> None:
     shipped = json.loads((ROOT / SCHEMAS[name]).read_text())
-    assert flywheel("config", "schema", name).json == shipped
+    assert flywheel("config", "schema", *([] if name == "config" else [name])).json == shipped
     assert shipped["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     meta.validate(shipped)
-
-
-def test_one_command_prints_schemas(flywheel: Run) -> None:
-    assert flywheel("rubric", "schema").code == 2
-
-
-def test_the_default_schema_is_that_of_configurations(flywheel: Run) -> None:
-    assert flywheel("config", "schema").json["title"] == "A Flywheel configuration"
 
 
 def accepts(name: str, raw: Any) -> bool:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +25,7 @@ from flywheel.daemon.status import Facts, snapshot
 from flywheel.store.kernel.database import read_once
 from tests import warm
 from tests.cli.conftest import Run
+from tests.cli.terminal import in_terminal
 from tests.factories.round import comparison
 from tests.sources.studio.writer import DATA
 
@@ -105,35 +102,10 @@ def test_a_round_is_told_in_few_lines_on_any_terminal(folder: Path, columns: int
 
 @pytest.mark.slow
 def test_a_terminal_shows_it_at_once(folder: Path) -> None:
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = warm.Popen(
-        [sys.executable, "-m", "flywheel", "status", "--watch"],
-        cwd=folder,
-        env={**os.environ, "TERM": "xterm"},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-    )
-    os.close(slave)
-    watchdog = threading.Timer(SECONDS, process.kill)
-    watchdog.start()
-    screen = b""
-    try:
-        while b"ledger" not in screen:
-            screen += os.read(master, 65536)
-        process.send_signal(signal.SIGINT)
-        code = process.wait(SECONDS)
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        os.close(master)
-    assert code == 130
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
-    assert all(name in text for name in ("tasks", "waiting", "ledger"))
-    assert "…" not in text
+    seen = in_terminal(folder, ["status", "--watch"], columns=80, home=folder, interrupted_at=b"ledger")
+    assert seen.code == 130
+    assert all(name in seen.screen for name in ("tasks", "waiting", "ledger"))
+    assert "…" not in seen.screen
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
-from tests.factories.config import write_chain, write_config, write_rubric
+from tests.factories.config import write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -34,23 +34,14 @@ def truth() -> Callable[[str, str], bool]:
 
 
 @pytest.fixture
-def judge(truth: Callable[[str, str], bool]) -> Iterator[JudgeServer]:
-    with JudgeServer(verdict=truth) as judge:
-        yield judge
-
-
-@pytest.fixture
-def config(tmp_path: Path, judge: JudgeServer) -> Path:
+def config(tmp_path: Path, judge: JudgeServer, truth: Callable[[str, str], bool]) -> Path:
+    judge.verdict = truth
     write_rubric(tmp_path)
-    return write_settings(tmp_path, judge)
-
-
-def write_settings(folder: Path, judge: JudgeServer, **filters: str) -> Path:
     return write_config(
-        folder,
-        sources=[{"path": str(shutil.copy(STUDIO / "new_v2.sqlite", folder / "studio.sqlite"))}],
+        tmp_path,
+        sources=[{"path": str(shutil.copy(STUDIO / "new_v2.sqlite", tmp_path / "studio.sqlite"))}],
         judge={"base_url": judge.base_url, "model": "judge", "max_thread": 8},
-        filter={"rubric": "rubric.yaml", **filters},
+        filter={"rubric": "rubric.yaml"},
     )
 
 
@@ -125,41 +116,6 @@ def test_the_table_shows_what_a_person_wants_to_know(
     words = ("score", "verdict", "failed", "reason", "accepted", "rejected", "it is not so", "nothing was written")
     for word in words:
         assert word in ran.out
-
-
-def test_another_rubric_judges_only_what_is_pending(
-    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
-) -> None:
-    flywheel("filter", "-c", config, "--limit", "10")
-    other = tmp_path / "other.yaml"
-    other.write_text("id: other\ncriteria: [{id: long, type: min-length, value: 1}]\n")
-    calls = judge.calls
-    ran = flywheel("filter", "-c", config, "--rubric", other, "--limit", "5", "--json").json
-    assert (ran["judged"], ran["usage"]["calls"]) == (5, 0)
-    assert judge.calls == calls
-
-
-@pytest.mark.slow
-def test_the_chain_saves_calls_and_a_broken_filter_costs_one_task(
-    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
-) -> None:
-    write_settings(tmp_path, judge, chain="chain.yaml")
-    write_chain(tmp_path, {"type": "python", "params": {"path": "mine.py"}}, {"type": "llm_evaluate"})
-    first = labels("new_v2")[0]["query"]
-    (tmp_path / "mine.py").write_text(
-        f"def keep(task):\n    if task['main_query'] == {first!r}:\n        raise ValueError('broken')\n"
-        "    return 'What is' not in task['main_query'], 'too easy'\n"
-    )
-    ran = flywheel("filter", "-c", config, "--json")
-    assert ran.code == 0
-    outcomes = [verdict["outcome"] for verdict in ran.json["verdicts"]]
-    assert outcomes.count("dead") == ran.json["dead"] == 1
-    easy = [verdict for verdict in ran.json["verdicts"] if verdict["reason"] == "filter python: too easy"]
-    assert len(easy) > 10
-    assert judge.calls == len(outcomes) - len(easy) - 1
-    status = flywheel("status", "-c", config, "--json").json
-    assert status["dead_letters"] == 1
-    assert status["balanced"]
 
 
 @pytest.mark.slow

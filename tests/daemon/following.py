@@ -24,6 +24,7 @@ from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import as_json, snapshot
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store, read_once
+from flywheel.system.signals import Stop, StopReason
 from tests import warm
 from tests.factories.config import write_config
 from tests.waiting import until
@@ -53,12 +54,12 @@ class Following:
     def __init__(self, config: Config, *, poll_seconds: float = 0.1) -> None:
         self._config = config
         self._poll_seconds = poll_seconds
-        self._stopping = asyncio.Event()
+        self._stop = Stop()
 
     async def __aenter__(self) -> Self:
         self._store = await Store.open(self._config.state_dir)
         self._ingestion = Ingestion(self._store, self._config)
-        self._sources = SourceSupervisor(self._store, self._config, self._ingestion, self._stopping, lambda _: None)
+        self._sources = SourceSupervisor(self._store, self._config, self._ingestion, self._stop, lambda _: None)
         await self._sources.start()
         self._polling = asyncio.create_task(self._poll())
         return self
@@ -75,7 +76,7 @@ class Following:
         self._polling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._polling
-        self._stopping.set()
+        self._stop.ask(StopReason.FINISHED)
         await self._sources.stop()
         await self._ingestion.close()
         await self._store.close()

@@ -50,21 +50,6 @@ async def begin(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-async def test_an_ab_test_deployment_is_recorded_and_survives_what_servers_lose(fleet: Fleet) -> None:
-    await begin(fleet)
-    assert await fleet.active() == ("r0002", "r0001")
-    assert await ab_test_of(fleet) == RECORDED
-    assert answers(fleet) == [{R1, R2}] * 2
-    fleet.apps[0].loaded.clear()
-    async with Replica(fleet.config.serving.urls[0]) as each:
-        await each.point("agent", BASE, R2)
-    report = await fleet.deployer.reconcile()
-    assert not report.errors
-    assert answers(fleet) == [{R1, R2}] * 2
-    assert not (await fleet.deployer.reconcile()).changed
-
-
-@pytest.mark.slow
 async def test_both_versions_are_in_use(fleet: Fleet) -> None:
     await fleet.deploy("r0003", "r0001")
     await fleet.deployer.deploy("r0002", "test", HALF)
@@ -103,15 +88,6 @@ def reasons(conn: Connection, number: int) -> list[str]:
     events = schema.events.c
     query = select(events.detail).where(events.kind == "deployments", events.subject == str(number))
     return list(conn.execute(query.where(events.old == "ab_test")).scalars())
-
-
-@pytest.mark.slow
-async def test_a_rollback_during_an_ab_test_ends_it(fleet: Fleet) -> None:
-    await begin(fleet)
-    assert (await fleet.deployer.rollback())[0] == "r0001"
-    assert answers(fleet) == [{R1}] * 2
-    assert await ab_test_of(fleet) is None
-    assert not (await fleet.deployer.reconcile()).changed
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from flywheel.store.checkpoints import reopen
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
+from flywheel.system.signals import Stop, StopReason
 from tests.daemon.following import Following, killed_at, status
 from tests.daemon.killed import CALLS_POINTS
 from tests.factories.config import write_config
@@ -412,8 +413,8 @@ async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         server.log.append([call for n in range(3) for call in turn(n, n)])
-        store, stop = await Store.open(config.state_dir), asyncio.Event()
-        stop.set()
+        store, stop = await Store.open(config.state_dir), Stop()
+        stop.ask(StopReason.FINISHED)
         ingestion = Ingestion(store, config)
         assert await ingestion.pull_calls() == []
         (source,) = ingestion.sources()

@@ -72,20 +72,16 @@ async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fle
     assert await fleet.targets() == [R1, R1], "what could not follow follows when it can"
 
 
-async def roll_back_in_vain(fleet: Fleet) -> None:
-    """From r0002 to r0001, where no replica follows."""
+@pytest.mark.slow
+async def test_a_rollback_that_no_replica_follows_changes_nothing_and_says_what_each_serves(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     for app in fleet.apps:
         app.faults["/v1/models"] = (500, "broken")
     with pytest.raises(ServeError, match="on every replica"):
         await fleet.deployer.rollback()
-
-
-@pytest.mark.slow
-async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) -> None:
-    await roll_back_in_vain(fleet)
     assert await fleet.active() == ("r0002", "r0001")
     assert (await fleet.states())[0] == "failed"
+    assert await sightings(fleet) == [("wrong adapter", R2)] * 2
 
 
 @pytest.mark.slow
@@ -141,21 +137,15 @@ async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pointed", [0, 1, 2])
-@pytest.mark.parametrize("first", [True, False])
-async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
-    fleet: Fleet, pointed: int, first: bool
-) -> None:
-    if not first:
-        await fleet.deploy("r0001")
-    before = BASE if first else R1
+async def test_a_process_that_died_in_the_first_swap_of_all_leaves_the_base_model(fleet: Fleet, pointed: int) -> None:
     await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
     for number, url in enumerate(fleet.config.serving.urls):
         async with Replica(url) as each:
             await each.load(R2, str(fleet.path("r0002")))
             if number < pointed:
-                await each.point("agent", R2, before)
+                await each.point("agent", R2, BASE)
     await fleet.deployer.reconcile()
-    assert await fleet.targets() == [before, before]
+    assert await fleet.targets() == [BASE, BASE]
     assert (await fleet.states())[0] == "failed"
     assert all(R2 not in app.loaded for app in fleet.apps)
 
@@ -262,8 +252,10 @@ async def test_a_rollback_goes_to_nothing_that_was_never_proven(fleet: Fleet) ->
 
 
 @pytest.mark.slow
-async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -> None:
-    await fleet.deploy("r0001", "r0002")
+async def test_a_rollback_whose_adapter_is_neither_loaded_nor_there_says_where_to_go(fleet: Fleet) -> None:
+    await fleet.deploy("r0001", "r0002", "r0001")
+    shutil.rmtree(fleet.path("r0002"))
+    assert (await fleet.deployer.rollback())[0] == "r0002", "no files are needed of what is still loaded"
     shutil.rmtree(fleet.path("r0001"))
     for app in fleet.apps:
         del app.loaded[R1]
@@ -274,51 +266,32 @@ async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -
 
 
 @pytest.mark.slow
-async def test_a_rollback_needs_no_files_of_what_is_still_loaded(fleet: Fleet) -> None:
+async def test_an_adapter_of_another_base_model_is_neither_loaded_again_nor_gone_back_to(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
-    shutil.rmtree(fleet.path("r0001"))
-    await fleet.deployer.rollback()
-    assert await fleet.targets() == [R1, R1]
-
-
-@pytest.mark.slow
-async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet: Fleet) -> None:
-    await fleet.deploy("r0001", "r0002")
+    await forget(fleet, 0, R2)
     changed = fleet.other(model={"base": "another/model"})
     with pytest.raises(ServeError, match=r"was trained on tiny, and model\.base is another/model"):
         await changed.rollback()
-    assert await fleet.targets() == [R2, R2]
-
-
-@pytest.mark.slow
-async def test_an_adapter_of_another_base_model_is_not_loaded_again(fleet: Fleet) -> None:
-    await fleet.deploy("r0001")
-    await forget(fleet, 0, R1)
-    changed = fleet.other(model={"base": "another/model"})
     report = await changed.reconcile()
     assert "it was trained on tiny, and model.base is another/model" in report.errors[0]
     assert "flywheel deploy base" in report.errors[0]
-    assert fleet.apps[0].loaded == {}
+    assert R2 not in fleet.apps[0].loaded
     await changed.deploy(None, "as the message says")
     assert not (await changed.reconcile()).errors
 
 
-@pytest.mark.parametrize("key", ["s3cret\n", "s3crét", "s3\tcret"])
-async def test_a_key_that_no_request_can_carry_is_not_shown(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str
+@pytest.mark.parametrize("key", ["s3cret\n", "s3crét", "s3\tcret", None])
+async def test_a_key_that_is_not_set_or_that_no_request_can_carry(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    monkeypatch.setenv("MY_KEY", key)
+    if key is None:
+        monkeypatch.delenv("MY_KEY", raising=False)
+    else:
+        monkeypatch.setenv("MY_KEY", key)
     deployer = fleet.other(serving={"admin_key_env": "MY_KEY"})
-    with pytest.raises(ServeError, match="MY_KEY") as refused:
+    with pytest.raises(ServeError, match="MY_KEY" if key else "names MY_KEY, which is not set") as refused:
         await deployer.deploy("r0001", "test")
     assert "s3" not in str(refused.value)
-
-
-async def test_a_key_that_is_named_and_not_set(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MY_KEY", raising=False)
-    deployer = fleet.other(serving={"admin_key_env": "MY_KEY"})
-    with pytest.raises(ServeError, match="names MY_KEY, which is not set"):
-        await deployer.deploy("r0001", "test")
 
 
 @pytest.mark.slow
@@ -481,12 +454,6 @@ async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
     fleet.apps[0].faults["/health"] = (status, "says the proxy")
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [(condition, R1), ("ok", R1)]
-
-
-@pytest.mark.slow
-async def test_a_rollback_that_nobody_follows_says_what_each_replica_serves(fleet: Fleet) -> None:
-    await roll_back_in_vain(fleet)
-    assert await sightings(fleet) == [("wrong adapter", R2)] * 2
 
 
 async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(fleet: Fleet) -> None:

@@ -93,8 +93,8 @@ async def test_several_models_behind_one_name_are_told_and_the_tasks_wait(
     assert judge.calls == 0
 
 
-async def test_an_outage_of_hours_does_not_fill_the_history(
-    store: Store, make: Make, embeddings: EmbeddingServer
+async def test_tasks_wait_for_the_embedding_model_and_hours_without_it_do_not_fill_the_history(
+    store: Store, make: Make, embeddings: EmbeddingServer, judge: JudgeServer
 ) -> None:
     embeddings.status = 503
     await tell(store, *questions(*(f"{name} one" for name in "abcdefghij")))
@@ -103,12 +103,14 @@ async def test_an_outage_of_hours_does_not_fill_the_history(
 
     async def grown() -> int:
         before = await store.read(lambda conn: conn.execute(count).scalar_one())
-        assert (await filtering.run()).error is not None
+        error = (await filtering.run()).error
+        assert error is not None and error.retryable
         return await store.read(lambda conn: conn.execute(count).scalar_one()) - before
 
     assert await grown() > 2
     # From then on one task is tried with: it is claimed, and given back.
     assert [await grown(), await grown()] == [2, 2]
+    assert (await states(store), judge.calls) == (["pending"] * 10, 0)
     embeddings.status = 200
     assert (await filtering.run()).accepted == 10
 

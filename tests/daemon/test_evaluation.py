@@ -15,7 +15,6 @@ from flywheel.daemon.evaluation import (
     evaluation_settings,
     is_evaluation,
     model_named,
-    remote_model,
 )
 from flywheel.daemon.evaluation_answers import Answer
 from flywheel.errors import ConfigError
@@ -54,7 +53,7 @@ def test_models_are_named_as_people_name_them(config: Config, tmp_path: Path) ->
         with pytest.raises(ConfigError):
             model_named(wrong, config, None)
     with pytest.raises(ConfigError, match="no HTTP URL"):
-        remote_model("localhost:8000", "m", "")
+        model_named("m", config, None, "localhost:8000")
 
 
 async def test_adapters_of_rounds_are_those_of_the_state(
@@ -77,9 +76,7 @@ async def test_adapters_of_rounds_are_those_of_the_state(
 def test_only_what_cannot_come_out_otherwise_is_known(config: Config) -> None:
     benchmark, rubric = Benchmark("b.jsonl", (round_task("a"), round_task("b"))), load_rubric(BOXED_RUBRIC)
     here = Evaluation(EvaluatedModel("base", "org/base"), benchmark, rubric, config)
-    there = Evaluation(
-        EvaluatedModel("m", remote=remote_model("http://h/v1", "m", "secret")), benchmark, rubric, config
-    )
+    there = Evaluation(model_named("m", config, None, "http://h/v1", "secret"), benchmark, rubric, config)
     for each in (here, there):
         each.directory.mkdir(parents=True)
         for name in ("spec.json", "result.json", "answers.jsonl"):
@@ -88,9 +85,7 @@ def test_only_what_cannot_come_out_otherwise_is_known(config: Config) -> None:
     assert here.is_known
     assert not there.is_known
     # The key is in no file, and not in the name of the directory.
-    again = Evaluation(
-        EvaluatedModel("m", remote=remote_model("http://h/v1", "m", "other")), benchmark, rubric, config
-    )
+    again = Evaluation(model_named("m", config, None, "http://h/v1", "other"), benchmark, rubric, config)
     assert again.directory == there.directory
     others = (
         Evaluation(EvaluatedModel("base", "org/other"), benchmark, rubric, config),

@@ -193,23 +193,6 @@ async def test_numbers_part_questions_that_a_model_finds_alike(
     assert await states(store) == ["accepted", "accepted", "rejected"]
 
 
-async def test_tasks_wait_while_the_embedding_model_is_away(
-    store: Store, make: Make, embeddings: EmbeddingServer, judge: JudgeServer
-) -> None:
-    embeddings.status = 503
-    await tell(store, *questions("alpha beta", "gamma delta"))
-    config = make(by_model(embeddings))
-    filtering = TaskJudging(store, config)
-    report = await filtering.run()
-    assert report.error.retryable
-    assert await states(store) == ["pending", "pending"]
-    assert judge.calls == 0
-    embeddings.status = 200
-    report = await filtering.run()
-    assert report.error is None
-    assert await states(store) == ["accepted", "accepted"]
-
-
 async def test_a_question_that_cannot_be_embedded_is_compared_by_its_words(
     store: Store, make: Make, embeddings: EmbeddingServer
 ) -> None:
@@ -480,7 +463,7 @@ async def test_the_daemon_looks_again_at_what_a_spent_budget_leaves_on_the_next_
         await service._do_judge()
     assert await states(store) == ["accepted", "pending"]
     midnight = datetime.fromisoformat(today()).replace(tzinfo=UTC) + timedelta(days=1)
-    await service._judge.attempt()
+    await service._stages["judge"].attempt()
     record = (await store.read(stages.records))["judge"]
     assert caught.value.retry_after <= timedelta(days=1).total_seconds()
     assert abs(datetime.fromisoformat(record.waits_until) - midnight) < timedelta(minutes=10)

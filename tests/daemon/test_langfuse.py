@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,14 @@ import pytest
 from sqlalchemy import Connection
 
 from flywheel.config.file import Config
-from flywheel.daemon import langfuse
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.status import snapshot
 from flywheel.errors import NotifyError
 from flywheel.records.task import task_id
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.store import claims, notices, verdicts
+from flywheel.store import claims, verdicts
 from flywheel.store.erasures import Kind
-from flywheel.store.kernel import database, schema
-from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.cli.conftest import Run
@@ -37,7 +33,7 @@ from tests.factories.config import make_config
 from tests.factories.erased import erase_rows
 from tests.factories.judge_server import JudgeServer
 from tests.factories.local_server import JsonHandler, LocalServer
-from tests.factories.state import open_state, running_daemon
+from tests.factories.state import open_state
 from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import judge_all, rejected, settle, undecided
 from tests.waiting import until
@@ -236,28 +232,6 @@ async def test_what_a_filter_or_nobody_decided_is_no_score(store: Store, tmp_pat
     assert server.requests == []
 
 
-async def test_a_position_that_no_verdict_moved_is_seldom_stored(
-    store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = configured(tmp_path, server)
-    export = await begun(store, config)
-    assert config.export.langfuse is not None
-    noted = partial(store.read, database.noted, config.export.langfuse.note_key)
-    begin = await noted()
-    monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 1)
-    await store.write(put_replies, traced(1), traced(2))
-    await export.deliver()
-    assert await noted() == begin
-    await store.write(judge_all)
-    await export.deliver()
-    assert len(server.scores) == 6
-    judged = await noted()
-    monkeypatch.setattr(langfuse, "STORED_AFTER", 0)
-    await store.write(put_replies, traced(3), rowid=3)
-    await export.deliver()
-    assert await noted() != judged
-
-
 @pytest.mark.parametrize("status", [0, 302, 404, 408, 429, 500, 503])
 async def test_what_does_not_arrive_is_sent_later_and_nothing_twice_in_the_store(
     store: Store, tmp_path: Path, server: Langfuse, status: int
@@ -377,37 +351,6 @@ async def test_nothing_is_sent_without_the_setting(tmp_path: Path) -> None:
         assert (await store.read(snapshot, config))["langfuse"] is None
 
 
-@pytest.mark.slow
-async def test_a_host_that_hangs_delays_neither_the_judge_nor_the_stop(
-    tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flywheel.daemon.service.NOTICE_SECONDS", 0.1)
-    server.go_on.clear()
-    (tmp_path / "lines.jsonl").write_text(line(1))
-    with JudgeServer() as judge:
-        config = configured(
-            tmp_path,
-            server,
-            {"timeout_seconds": 600},
-            sources=[{"type": "jsonl", "path": "lines.jsonl"}],
-            judge={"base_url": judge.base_url, "model": "j"},
-        )
-        async with asyncio.timeout(2 * SECONDS), running_daemon(config) as daemon:  # and not 600
-            await until(lambda: server.requests, "the request that hangs")
-            with (tmp_path / "lines.jsonl").open("a") as file:
-                file.write(line(2))
-
-            async def judged() -> bool:
-                return await daemon._store.read(count_rows, schema.verdicts) == 2
-
-            await until(judged, "a verdict while Langfuse hangs")
-    server.go_on.set()
-    async with open_state(config.state_dir) as store:
-        await (await begun(store, config)).deliver()
-    assert {score["traceId"] for score in server.scores.values()} == {trace(1), trace(2)}
-    assert len(server.scores) == len({(score["traceId"], score["name"]) for score in server.scores.values()})
-
-
 def line(number: int) -> str:
     metadata = {"trace_id": trace(number), "span_id": f"{number:016x}"}
     task = {"question": f"{number}+1?", "answer": f"\\boxed{{{number + 1}}}", "metadata": metadata}
@@ -454,23 +397,6 @@ async def test_kill_9_loses_no_score_and_doubles_none(store: Store, tmp_path: Pa
     before = len(server.requests)
     await (await begun(store, config)).deliver()
     assert len(server.requests) == before
-
-
-@pytest.mark.slow
-async def test_a_long_history_of_other_events_is_passed_once(
-    store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(langfuse, "EVENTS_AT_ONCE", 3)
-    monkeypatch.setattr(langfuse, "STORED_AFTER", 10)
-    config = configured(tmp_path, server)
-    await begun(store, config)
-    await store.write(put_replies, *(traced(number) for number in range(1, 40)))
-    await (await begun(store, config)).deliver()
-    newest = await store.read(notices.newest_event)
-    assert newest > 70 and (await begun(store, config))._position > newest - 20
-    await store.write(judge_all)
-    await (await begun(store, config)).deliver()
-    assert (len(server.scores), len(server.requests)) == (117, 117)
 
 
 @pytest.mark.slow

@@ -210,11 +210,11 @@ async def test_a_taken_port_does_not_stop_the_daemon(tmp_path: Path, caplog: pyt
         await until(lambda: [line for line in caplog.messages if attempted in line], "the error")
         with pytest.raises(ReceiverError):
             await service.metrics.listen()
-        service._metrics.wake()
-        await until(lambda: service._metrics.task is None, "the next attempt")
+        service._stages["metrics"].wake()
+        await until(lambda: service._stages["metrics"].task is None, "the next attempt")
         assert len([line for line in caplog.messages if attempted in line]) == 1, "it is logged once"
         taken.close()
         assert "metrics" in {job.id for job in service._schedule().get_jobs()}, "the clock wakes it"
-        service._metrics.wake()
+        service._stages["metrics"].wake()
         await until(lambda: service.metrics.address, "the metrics server")
         assert (await get(f"http://127.0.0.1:{port}/readyz")).status_code == 200

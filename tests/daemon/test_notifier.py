@@ -21,12 +21,11 @@ from sqlalchemy import Connection, insert
 from flywheel.config.file import Config, load
 from flywheel.config.notices import NoticeType
 from flywheel.daemon import notifier
-from flywheel.daemon.notifier import WAITS, NoticeTarget
-from flywheel.daemon.stage import Stage
+from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
 from flywheel.secrets import URL_USERS
-from flywheel.store import deployments, ledger, notices, rounds, stages
+from flywheel.store import deployments, ledger, notices, rounds
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel import database, schema
@@ -65,7 +64,7 @@ class Webhook(LocalServer):
                 webhook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
                 webhook.go_on.wait(SECONDS)
                 status = webhook.statuses.pop(0) if webhook.statuses else 200
-                self.send(status, b"", {"location": f"{webhook.base_url}/elsewhere"})
+                self.send(status, b"", {"location": f"{webhook.base_url}/elsewhere", "retry-after": "60"})
 
         super().__init__(Handler)
 
@@ -223,15 +222,26 @@ async def test_a_webhook_gets_signed_json(
     assert not verify(KEY.encode(), {**headers, "webhook-timestamp": "1"}, body)
 
 
-async def test_nothing_is_sent_unsigned(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"secret_env": "OF_THE_HOOK"}, "with the key is not set, and nothing is sent unsigned"),
+        ({"url": None, "url_env": "OF_THE_HOOK"}, "with the URL is not set"),
+    ],
+)
+async def test_nothing_is_sent_until_the_variable_with_the_key_or_the_url_is_set(
+    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.delenv("OF_THE_HOOK", raising=False)
-    target = await begun(store, configured(tmp_path, {"url": webhook.url, "secret_env": "OF_THE_HOOK", "on": EVERY}))
+    given = {key: value for key, value in {"url": webhook.url, "on": EVERY, **entry}.items() if value is not None}
+    target = await begun(store, configured(tmp_path, given))
     await store.write(letter, "t-1")
-    with pytest.raises(NotifyError, match="OF_THE_HOOK with the key is not set"):
+    monkeypatch.delenv("OF_THE_HOOK", raising=False)
+    with pytest.raises(NotifyError, match=f"the variable OF_THE_HOOK {why}"):
         await target.deliver()
     assert webhook.got == []
+    monkeypatch.setenv("OF_THE_HOOK", webhook.url)
+    await target.deliver()
+    assert webhook.subjects() == ["t-1"]
 
 
 async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
@@ -244,6 +254,7 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
         with pytest.raises(NotifyError, match=r"notify 127\.0\.0\.1: it answered \d+") as caught:
             await target.deliver()
         assert "hidden-path" not in str(caught.value)
+        assert caught.value.retry_after == 60
         await store.write(letter, f"t-{number}")
     assert await target.deliver() is Pass.WORKED
     assert len(webhook.got) == 5
@@ -254,27 +265,6 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
     assert len(webhook.got) == 5, "what has arrived is not sent again"
 
 
-async def test_a_target_that_is_down_fails_until_it_has_its_notice(
-    store: Store, tmp_path: Path, webhook: Webhook
-) -> None:
-    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
-    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
-    stage.begin(stopping)
-    webhook.statuses = [500]
-    await store.write(letter, "t-1")
-    stage.wake()
-    await until(lambda: stage.error and stage.task is None, "the failure")
-    for _ in range(3):
-        stage.wake()
-        assert stage.task is None
-    assert len(webhook.got) == 1 and stage.error is not None
-    assert "it answered 500" in (await store.read(stages.records))["notice 1"].error
-    stage.retry_now()
-    await until(lambda: stage.error is None, "the notice")
-    assert len(webhook.got) == 2
-    assert (await store.read(stages.records))["notice 1"].failing_since == ""
-
-
 async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
     store: Store, tmp_path: Path, webhook: Webhook
 ) -> None:
@@ -282,7 +272,7 @@ async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
     said = "What is 1 plus 1, and why is it so?"
 
     def fill(conn: Connection) -> None:
-        put_replies(conn, reply(1, conversation_id="secret talk"), reply(2, conversation_id="secret talk"))
+        put_replies(conn, *(reply(number, conversation_id=f"talk {number}") for number in (1, 2)))
         first, second = task_keys(conn)
         letter(conn, first, f"it quotes: {said}")
         # Of another type: sent on its own, after the first.
@@ -295,31 +285,15 @@ async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
         await target.deliver()
     assert [said in str(told) for told in webhook.told] == [True]
     assert said not in repr(vars(target)), "the texts are in the state alone"
-    await store.write(erase_rows, Kind.CONVERSATION, "secret talk")
-    await target.deliver()
-    assert [said in str(told) for told in webhook.told] == [True, False, False, False]
-    assert len({headers["webhook-id"] for headers, _ in webhook.got[:2]}) == 1, "it is the same notice"
-
-
-async def test_what_is_erased_while_notices_are_sent_is_not_sent(
-    store: Store, tmp_path: Path, webhook: Webhook
-) -> None:
-    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": ["dead_letters", "rejected"]}))
-    said = "What is 1 plus 1, and why is it so?"
-
-    def fill(conn: Connection) -> None:
-        put_replies(conn, reply(1, conversation_id="secret talk"))
-        ended(conn, "r0001", RoundState.REJECTED, "no evidence")
-        letter(conn, *task_keys(conn), f"it quotes: {said}")
-
-    await store.write(fill)
+    await store.write(erase_rows, Kind.CONVERSATION, "talk 1")
     webhook.go_on.clear()
     sending = asyncio.create_task(target.deliver())
-    await until(lambda: len(webhook.got) == 1, "the first notice")
-    await store.write(erase_rows, Kind.CONVERSATION, "secret talk")
+    await until(lambda: len(webhook.got) == 2, "the first notice again")
+    await store.write(erase_rows, Kind.CONVERSATION, "talk 2")
     webhook.go_on.set()
     await sending
-    assert [said in str(told) for told in webhook.told] == [False, False]
+    assert [said in str(told) for told in webhook.told] == [True, False, False, False]
+    assert len({headers["webhook-id"] for headers, _ in webhook.got[:2]}) == 1, "it is the same notice"
 
 
 async def test_the_next_process_goes_on_where_the_last_one_ended(
@@ -416,15 +390,19 @@ async def test_many_notices_are_few_requests(
 async def test_a_position_that_only_other_events_moved_is_stored_too(
     store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "STORED_AFTER", 10)
     config = configured(tmp_path, {"url": webhook.url, "on": ["promoted"]})
     target = await begun(store, config)
+    begin = target._position
 
     def fill(conn: Connection) -> None:
         for number in range(20):
             letter(conn, f"t-{number}")
 
     await store.write(fill)
+    await target.deliver()
+    assert (await begun(store, config))._position == begin, "it is seldom stored"
+    monkeypatch.setattr(notifier, "STORED_AFTER", 10)
+    await store.write(letter, "one more")
     await target.deliver()
     assert (await begun(store, config))._position == await store.read(notices.newest_event)
     assert webhook.got == []
@@ -504,23 +482,32 @@ async def test_a_daemon_works_and_stops_while_a_target_hangs(
 ) -> None:
     monkeypatch.setattr("flywheel.daemon.service.NOTICE_SECONDS", 0.1)
     caplog.set_level(logging.INFO, "flywheel")
+    for name in ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY"):
+        monkeypatch.setenv(name, "a-key-of-langfuse")
     (tmp_path / "lines.jsonl").write_text("no JSON\n")
-    webhook.go_on.clear()
-    with JudgeServer() as judge, Webhook() as other:
+    with JudgeServer() as judge, Webhook() as other, Webhook() as langfuse:
+        webhook.go_on.clear()
+        langfuse.go_on.clear()
         config = configured(
             tmp_path,
             {"url": webhook.url, "on": ["dead_letters"], "timeout_seconds": 600},
             {"url": other.url, "on": ["dead_letters", "source_error"]},
             sources=[{"type": "jsonl", "path": "lines.jsonl"}, {"path": "missing.sqlite"}],
             judge={"base_url": judge.base_url, "model": "j"},
+            export={"langfuse": {"host": langfuse.base_url, "timeout_seconds": 600}},
         )
         async with asyncio.timeout(2 * SECONDS), running_daemon(config):  # and not 600
             await until(lambda: webhook.got, "the request that hangs")
             await until(lambda: len(other.subjects()) == 2, "the notices of the other target")
             assert {told["type"] for told in other.told} == {"dead_letters", "source_error"}
-            with (tmp_path / "lines.jsonl").open("a") as file:
-                file.write('{"question": "1+1?", "answer": "\\\\boxed{2}"}\n')
-            await until(lambda: judge.calls, "a verdict while the target hangs")
+            for number in (1, 2):
+                metadata = {"trace_id": f"{number:032x}", "span_id": f"{number:016x}"}
+                with (tmp_path / "lines.jsonl").open("a") as file:
+                    file.write(
+                        json.dumps({"question": f"{number}+1?", "answer": "\\boxed{2}", "metadata": metadata}) + "\n"
+                    )
+                await until(lambda number=number: judge.calls >= number, "a verdict while the targets hang")
+                await until(lambda: langfuse.got, "the score that hangs")
     # What was not confirmed is sent by the next daemon.
     webhook.go_on.set()
     async with open_state(config.state_dir) as store:
@@ -588,19 +575,6 @@ def test_yaml_takes_the_key_on_for_true(tmp_path: Path, flywheel: Run) -> None:
     assert found["notify.0.on"] == (["promoted"], "given")
     assert found["notify.1.url"][0] == "http://h/[secret]"
     assert "s3cret" not in ran.out
-
-
-async def test_a_url_in_a_variable(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = await begun(store, configured(tmp_path, {"url_env": "OF_THE_HOOK", "on": EVERY}))
-    await store.write(letter, "t-1")
-    monkeypatch.delenv("OF_THE_HOOK", raising=False)
-    with pytest.raises(NotifyError, match=r"notify \$OF_THE_HOOK: the variable OF_THE_HOOK with the URL is not set"):
-        await target.deliver()
-    monkeypatch.setenv("OF_THE_HOOK", webhook.url)
-    await target.deliver()
-    assert webhook.subjects() == ["t-1"]
 
 
 def test_the_page_names_every_notice() -> None:

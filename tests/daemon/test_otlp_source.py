@@ -104,7 +104,7 @@ async def test_a_daemon_that_receives_leaves_nothing_behind_however_great_the_hu
     await until(lambda: daemon._sources._stages, "the receiver to have begun")
     assert left_running() - threads
     for _ in range(signals):
-        daemon._signalled()
+        daemon._stop._hear(signal.SIGTERM)
     await running
     # One more signal, while the state is being closed, does not kill the process either.
     assert signal.SIG_DFL not in (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))

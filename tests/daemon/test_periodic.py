@@ -15,8 +15,10 @@ from flywheel.daemon.service import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelea
 from flywheel.errors import ServeError
 from flywheel.judge.rubric.checks import language
 from flywheel.serving.client.adapter_swap import ReplicaReport, SwapReport
+from flywheel.store import requests
 from flywheel.store.kernel.database import Store, version_of
 from flywheel.store.kernel.schema import SCHEMA_VERSION
+from flywheel.store.requests import RequestKind
 from tests.daemon.following import configuration, exported
 from tests.factories.config import with_settings
 from tests.factories.state import running_daemon
@@ -68,24 +70,54 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     scheduler = daemon._schedule()
     scheduler.start(paused=True)
     jobs = {job.id: job for job in scheduler.get_jobs()}
-    stages = {stage.name: stage for stage in daemon._stages}
-    assert set(jobs) == {"poll", "sources", "cron", "lock", *stages}
+    assert set(jobs) == {"poll", "sources", "cron", "lock", *daemon._stages}
     for name, job in jobs.items():
-        # The scheduler takes every other function into a thread, where an asyncio.Event must not be set.
-        assert asyncio.iscoroutinefunction(job.func), name
         assert (job.coalesce, job.misfire_grace_time) == (True, None), name
-    for name, stage in stages.items():
-        await jobs[name].func()
+    for name, stage in daemon._stages.items():
+        jobs[name].func()
         assert stage.is_due, name
     night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
     assert night == datetime(2026, 1, 4, 3, tzinfo=UTC), "a Sunday"
-    daemon._round.is_due = False
-    await jobs["cron"].func()
-    assert daemon._round.is_due
+    daemon._stages["rounds"].is_due = False
+    jobs["cron"].func()
+    assert daemon._stages["rounds"].is_due
     await daemon._do_round()
     await daemon._do_round()
     assert windows == [True, False], "the window wakes the rounds once"
     scheduler.shutdown()
+    await daemon._ingestion.close()
+
+
+async def test_what_people_ask_for_wakes_its_stage(tmp_path: Path, store: Store) -> None:
+    daemon = Service(configuration(tmp_path, []), store)
+    for kind, arguments, woken in (
+        (RequestKind.DEPLOY, {"round": "r0001", "max_uses": 3}, {"promotions"}),
+        (RequestKind.RELEASE, {"tasks": []}, {"judge"}),
+        (RequestKind.RETRY, {"letters": []}, {"judge"}),
+    ):
+        for stage in daemon._stages.values():
+            stage.is_due = False
+        await store.write(requests.submit, kind, arguments, "alice")
+        await daemon._do_requests()
+        assert {name for name, stage in daemon._stages.items() if stage.is_due} == woken
+    await daemon._ingestion.close()
+
+
+async def test_requests_are_looked_for_each_minute_whatever_the_files_of_the_state_say(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is seen only when its disk has synced it, which may be long after its files were written."""
+    now = 0.0
+    monkeypatch.setattr(service, "steady", lambda: now)
+    monkeypatch.setattr(Store, "version", lambda _: "the same")
+    daemon = Service(configuration(tmp_path, []), store)
+    await daemon._do_requests()
+    await store.write(requests.submit, RequestKind.RELEASE, {"tasks": []}, "alice")
+    await daemon._do_requests()
+    assert not daemon._stages["judge"].is_due
+    now += service.RETRY_SECONDS
+    await daemon._do_requests()
+    assert daemon._stages["judge"].is_due
     await daemon._ingestion.close()
 
 

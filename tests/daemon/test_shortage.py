@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 from functools import partial
@@ -14,6 +13,7 @@ from flywheel.daemon.stage import Stage
 from flywheel.errors import FilterError, StoreError
 from flywheel.judge.filters.chain import LineFilter
 from flywheel.system.shortage import shortage_of
+from flywheel.system.signals import Stop
 from tests.waiting import until
 
 
@@ -46,7 +46,7 @@ def at_most(found: list[Any], number: int) -> bool:
 
 async def test_a_stage_says_once_what_is_missing_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     errors: list[Exception | None] = [OSError(errno.ENOSPC, "x"), OSError(errno.ENOSPC, "x"), None]
-    stopping = asyncio.Event()
+    stop = Stop()
 
     async def action() -> None:
         if (error := errors.pop(0)) is not None:
@@ -54,7 +54,7 @@ async def test_a_stage_says_once_what_is_missing_and_goes_on(caplog: pytest.LogC
 
     stage = Stage("own", action)
     caplog.set_level(logging.INFO)
-    stage.begin(stopping)
+    stage.begin(stop)
     for left in (2, 1, 0):
         stage.wake()
         await until(partial(at_most, errors, left), "the stage's action")

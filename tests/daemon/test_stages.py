@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from datetime import datetime, timedelta
@@ -24,8 +25,9 @@ from flywheel.daemon import stage as stage_module
 from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.judging.judging import CLAIMED_PER_THREAD, TaskJudging
 from flywheel.daemon.promotion_watch import PromotionWatch
-from flywheel.daemon.rounds.rounds import Rounds, WorkerWatch
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.worker_process import WorkerProcess
+from flywheel.daemon.rounds.worker_watch import WorkerWatch
 from flywheel.daemon.service import Service
 from flywheel.daemon.stage import Intervals, Stage, in_turn
 from flywheel.errors import CallLogError, FlywheelError, NotifyError, StoreError
@@ -39,6 +41,7 @@ from flywheel.store.stages import Pass, StageRecord
 from flywheel.system import clock, heartbeat
 from flywheel.system.heartbeat import PATIENCE_SECONDS, Heartbeat
 from flywheel.system.purge import purge
+from flywheel.system.signals import Stop, StopReason
 from tests.daemon.following import configuration
 from tests.factories.config import with_settings
 from tests.factories.daemon import running
@@ -141,7 +144,7 @@ async def test_after_a_failure_one_attempt_decides_when_its_time_has_come(monkey
         return await acting(results.pop(0))()
 
     stage = Stage("s", act, waits=(5.0, 3600.0))
-    stage.begin(asyncio.Event())
+    stage.begin(Stop())
 
     async def woken() -> None:
         stage.wake()
@@ -238,7 +241,7 @@ async def test_a_stage_that_hangs_makes_the_daemon_unhealthy(tmp_path: Path, mon
         await goes_on.wait()
 
     async with running(settings) as (service, client):
-        [memory] = [each for each in service._stages if each.name == "memory"]
+        memory = service._stages["memory"]
         memory._action = hang
         memory.wake()
         await hangs.wait()
@@ -284,7 +287,7 @@ async def test_a_judge_may_take_its_own_time_limit_and_its_stage_hangs_later(
             await health(client, 503, "hangs: judge; restart the daemon\n")
             judge.behave("500")
             judge.let_go()
-            await until(lambda: service._judge.heartbeat.overdue_seconds == 0, "the answer")
+            await until(lambda: service._stages["judge"].heartbeat.overdue_seconds == 0, "the answer")
             time.now += 1e6
             await health(client, 200, "ok\n")  # a judge that is down is no hang
 
@@ -302,7 +305,7 @@ async def test_each_attempt_of_a_call_beats_in_the_threads_that_judge(
 async def test_a_long_round_beats_at_each_look(
     store: Store, tmp_path: Path, beats: CountingHeartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("flywheel.daemon.rounds.worker_watch.WATCH_SECONDS", 0.01)
     monkeypatch.setattr("flywheel.daemon.rounds.worker_process.POLL_SECONDS", 60)
 
     class Endless:
@@ -310,10 +313,10 @@ async def test_a_long_round_beats_at_each_look(
 
     worker: Any = WorkerProcess(tmp_path, 0, Endless())  # type: ignore[arg-type]
     beats.begin()
-    leaving = asyncio.Event()
-    following = asyncio.create_task(WorkerWatch("r0001", worker).follow(1e9, leaving))
+    stop = Stop()
+    following = asyncio.create_task(WorkerWatch("r0001", worker).follow(1e9, stop))
     await until(lambda: len(beats.limits) > 10, "beats")
-    leaving.set()
+    stop.ask(StopReason.FINISHED)
     assert await following is None
 
 
@@ -399,7 +402,7 @@ async def test_an_erasure_does_not_wait_for_the_next_day_s_budget(
         service = await spent(store, tmp_path, judge)
         running = asyncio.create_task(service.run())
         try:
-            await until(lambda: service._judge.error, "the spent budget")
+            await until(lambda: service._stages["judge"].error, "the spent budget")
             number = await ask_for_erasure(store, "c1")
 
             async def is_done() -> bool:
@@ -407,7 +410,7 @@ async def test_an_erasure_does_not_wait_for_the_next_day_s_budget(
 
             await until(is_done, "the erasure")
             assert failures == []
-            assert service._judge.error is not None, "judging waits still"
+            assert service._stages["judge"].error is not None, "judging waits still"
         finally:
             service.stop()
             await running
@@ -463,7 +466,7 @@ async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batc
     stopped: list[bool] = []
 
     async def fails(self: Eraser, seconds: float) -> bool:
-        stopped.append(service._stop_judging.is_set())
+        stopped.append(service._pass.is_set())
         assert await store.read(in_work) == [], "nothing is in work"
         raise CallLogError("erase calls", "the disk is away", "")
 
@@ -477,12 +480,12 @@ async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batc
         settings = config(tmp_path, judge, max_thread=2, daemon={"metrics": None})
         service = Service(settings.model_copy(update={"sources": []}), store)
         judge.hold(after=3)
-        judging = asyncio.create_task(service._judge.attempt())
+        judging = asyncio.create_task(service._stages["judge"].attempt())
         # The first ones are answered, and a pass of nothing else could end before it is asked to.
         await until(lambda: len(judge.requests) == 5, "calls that are held")
         await ask_for_erasure(store, "c1")
-        erasing = asyncio.create_task(service._erasure.attempt())
-        await until(service._stop_judging.is_set, "the end of the pass to be asked for")
+        erasing = asyncio.create_task(service._stages["erasures"].attempt())
+        await until(service._pass.is_set, "the end of the pass to be asked for")
         assert stopped == []
         judge.let_go()
         await asyncio.gather(judging, erasing)
@@ -490,15 +493,15 @@ async def test_only_the_first_attempt_ends_a_pass_and_later_ones_wait_for_a_batc
         left = await store.read(claims.count_due)
         assert 0 < left < 40
         judge.hold()
-        judging = asyncio.create_task(service._judge.attempt())
+        judging = asyncio.create_task(service._stages["judge"].attempt())
         await until(lambda: judge.in_flight, "the next pass")
-        erasing = asyncio.create_task(service._erasure.attempt())
+        erasing = asyncio.create_task(service._stages["erasures"].attempt())
         await until(lambda: len(service._judging._waiters or ()) == 1, "the erasure to wait")
         judge.let_go()
         await asyncio.gather(judging, erasing)
         assert stopped == [True, False]
         assert left - await store.read(claims.count_due) == 2 * CLAIMED_PER_THREAD
-        assert service._judge.is_due, "judging goes on"
+        assert service._stages["judge"].is_due, "judging goes on"
         await service._ingestion.close()
 
 
@@ -550,9 +553,14 @@ async def test_intervals_go_on_while_the_clock_of_the_machine_is_set(
     monkeypatch.setattr(base, "datetime", Wall)
     monkeypatch.setattr(interval, "datetime", Wall)
     monkeypatch.setattr(stage_module, "moved_seconds", lambda: Wall.moved)
-    calls, told = [0, 0], []
+    calls, told, threads = [0, 0], [], set()
     intervals = Intervals(lambda: told.append(1))
-    intervals.every(0.02, "often", lambda: calls.__setitem__(0, calls[0] + 1))
+
+    def often() -> None:
+        calls[0] += 1
+        threads.add(threading.current_thread())
+
+    intervals.every(0.02, "often", often)
     intervals.every(1800.0, "seldom", lambda: calls.__setitem__(1, calls[1] + 1))
     intervals.start()
     try:
@@ -561,6 +569,7 @@ async def test_intervals_go_on_while_the_clock_of_the_machine_is_set(
         calls[0] = 0
         await until(lambda: calls[0] > 5, "calls after the clock was set")
         assert (calls[1], told) == (0, [1])
+        assert threads == {threading.main_thread()}, "stages must be woken in the event loop"
         left = intervals.get_job("seldom").next_run_time - Wall.now(intervals.timezone)
         assert timedelta(minutes=20) < left < timedelta(minutes=31)
     finally:
@@ -598,10 +607,10 @@ async def test_after_the_clock_was_set_all_stages_are_tried_and_no_task_waits_fo
             state=TaskState.UNDECIDED.value, retry_at="2035-01-01T00:00:00.000+00:00"
         )
         await store.write(lambda conn: conn.execute(of_2035))
-        service._judge._not_before = float("inf")
+        service._stages["judge"]._not_before = float("inf")
         service._after_clock_set()
-        assert service._judge.is_due and service._judge._not_before < 0
-        await service._judge.attempt()
+        assert service._stages["judge"].is_due and service._stages["judge"]._not_before < 0
+        await service._stages["judge"].attempt()
         latest = await store.read(lambda conn: conn.execute(select(func.max(schema.tasks.c.retry_at))).scalar_one())
         soon = datetime.fromisoformat(latest) - datetime.now(tz=datetime.fromisoformat(latest).tzinfo)
         assert timedelta(0) < soon <= timedelta(seconds=900)
@@ -639,7 +648,7 @@ async def test_a_store_that_cannot_be_written_ends_no_stage(caplog: pytest.LogCa
 
 
 async def test_a_stage_has_a_task_only_while_it_runs_and_goes_on_where_it_is_woken_meanwhile() -> None:
-    passes, stopping, goes_on = [], asyncio.Event(), asyncio.Event()
+    passes, stop, goes_on = [], Stop(), asyncio.Event()
 
     async def act() -> None:
         passes.append(1)
@@ -648,13 +657,13 @@ async def test_a_stage_has_a_task_only_while_it_runs_and_goes_on_where_it_is_wok
     stage = Stage("s", act)
     stage.wake()
     assert stage.task is None, "it has not begun"
-    stage.begin(stopping)
+    stage.begin(stop)
     await until(lambda: passes, "the pass that it was woken for")
     for _ in range(3):
         stage.wake()
     goes_on.set()
     await until(lambda: stage.task is None, "the end")
     assert len(passes) == 2, "one more pass, however often it was woken"
-    stopping.set()
+    stop.ask(StopReason.FINISHED)
     stage.wake()
     assert stage.task is None

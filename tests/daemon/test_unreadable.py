@@ -174,16 +174,17 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
 
         try:
             await until(is_paused, "the pause")
+            await until(lambda: service._stages["judge"].task is None, "the end of the pass")
             asked = judge.calls
             looks.clear()
             for _ in range(10):
-                service._judge.wake()
-                assert service._judge.task is None
+                service._stages["judge"].wake()
+                assert service._stages["judge"].task is None
             assert looks == []
             assert judge.calls == asked and not running.done()
             assert await is_paused()
             judge.behave("good")
-            service._judge.retry_now()
+            service._stages["judge"].retry_now()
             await until(has_recovered, "all verdicts")
         finally:
             service.stop()

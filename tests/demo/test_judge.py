@@ -69,10 +69,15 @@ def test_earlier_turns_do_not_answer_for_the_last(grader: Grader) -> None:
     history = ({"role": "user", "content": "What is 1 plus 1?"}, {"role": "assistant", "content": "\\boxed{2}"})
     verdict = grader.grade(Exchange(query="How much is 3 times 4?", answer="\\boxed{2}", history=history))
     assert verdict.outcome == Outcome.REJECTED
+    assert examine("How are you?", "\\boxed{7}").right is False, "what is no arithmetic is never right"
 
 
-def test_what_is_no_arithmetic_is_never_right() -> None:
-    assert examine("How are you?", "\\boxed{7}").right is False
+def test_its_model_is_listed_and_other_requests_are_refused(url: str) -> None:
+    assert httpx2.get(f"{url}/models").json()["data"][0]["id"] == "demo-judge"
+    assert httpx2.get(f"{url}/nothing").status_code == 404
+    for body in (b"", b"{", b"[]", b"{}", b'{"messages": []}', b'{"messages": [], "response_format": {}}'):
+        refused = httpx2.post(f"{url}/chat/completions", content=body)
+        assert (refused.status_code, "message" in refused.json()["error"]) == (400, True)
 
 
 def test_many_at_once(grader: Grader) -> None:
@@ -82,17 +87,3 @@ def test_many_at_once(grader: Grader) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(grade, range(64))) == [number % 2 == 0 for number in range(64)]
-
-
-@pytest.mark.parametrize(
-    "request_body", [b"", b"{", b"[]", b"{}", b'{"messages": []}', b'{"messages": [], "response_format": {}}']
-)
-def test_other_requests_are_refused(url: str, request_body: bytes) -> None:
-    refused = httpx2.post(f"{url}/chat/completions", content=request_body)
-    assert refused.status_code == 400
-    assert "message" in refused.json()["error"]
-
-
-def test_its_model_is_listed(url: str) -> None:
-    assert httpx2.get(f"{url}/models").json()["data"][0]["id"] == "demo-judge"
-    assert httpx2.get(f"{url}/nothing").status_code == 404

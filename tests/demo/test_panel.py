@@ -11,40 +11,22 @@ from demo import panel
 
 
 def status(**values: Any) -> dict[str, Any]:
+    tasks = {"pending": 5, "accepted": 20, "consumed": 10, "reserved": 8, "rejected": 70, "undecided": 7}
     return {
-        "replies": {"open": 1, "closed": 0, "converted": 120, "skipped": 2, "dead": 0},
-        "skipped": {"error": 2},
-        "tasks": {"pending": 5, "accepted": 20, "consumed": 10, "reserved": 8, "rejected": 70, "undecided": 7},
-        "free_samples": 20,
-        "min_samples": 48,
-        "held_out": 30,
-        "rounds": [],
-        "promoted": 0,
-        "live_round": None,
-        "waiting_for": None,
-        "deployment": {"alias": "demo-agent", "adapter": None, "since": None},
-        "by_adapter": [],
-        **values,
-    }
+        "replies": {"open": 1, "closed": 0, "converted": 120, "skipped": 2, "dead": 0}, "skipped": {"error": 2},
+        "tasks": tasks, "free_samples": 20, "min_samples": 48, "held_out": 30, "rounds": [], "promoted": 0,
+        "live_round": None, "waiting_for": None, "by_adapter": [],
+        "deployment": {"alias": "demo-agent", "adapter": None, "since": None}, **values,
+    }  # fmt: skip
 
 
 def done(number: int, state: str = "promoted", **values: Any) -> dict[str, Any]:
+    means = {"candidate_mean": 0.2 + 0.2 * number, "deployed_mean": 0.2 * number}
     return {
-        "round": f"r{number:04}",
-        "state": state,
-        "reason": "",
-        "parent": f"r{number - 1:04}" if number > 1 else None,
-        "adapter": f"r{number:04}",
-        "comparison": {
-            "candidate_mean": 0.2 + 0.2 * number,
-            "deployed_mean": 0.2 * number,
-            "gain": 0.2,
-            "lower": 0.1,
-            "upper": 0.3,
-        },
-        "finished_at": "2026-01-01T00:00:00",
-        **values,
-    }
+        "round": f"r{number:04}", "state": state, "reason": "", "parent": f"r{number - 1:04}" if number > 1 else None,
+        "adapter": f"r{number:04}", "comparison": {**means, "gain": 0.2, "lower": 0.1, "upper": 0.3},
+        "finished_at": "2026-01-01T00:00:00", **values,
+    }  # fmt: skip
 
 
 def text(shown: RenderableType) -> str:

@@ -40,8 +40,11 @@ print(json.dumps(dict(zip(scene.recorded, answers))))
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_the_settings_of_both_turns_are_valid(name: str, tmp_path: Path) -> None:
+def test_the_settings_of_both_turns_are_valid_and_the_phases_fit_into_twenty_minutes(
+    name: str, tmp_path: Path
+) -> None:
     scene = SCENES[name](tmp_path, 0, print)
+    assert sum(scene.budgets.values()) <= TOTAL_SECONDS
     settings = scene.settings("http://127.0.0.1:1/v1", 2)
     first = load(scene.write("turn-1.yaml", scene.first_turn(settings)))
     second = load(scene.write("turn-2.yaml", scene.second_turn(settings)))
@@ -58,11 +61,6 @@ def test_grpo_asks_again_what_the_desk_does_not_imitate(tmp_path: Path) -> None:
     files = [load(scene.write("any.yaml", each)).filter.rubric for each in (settings, scene.second_turn(settings))]
     strict, lenient = (load_rubric(file) for file in files if file is not None)
     assert strict.criteria == lenient.criteria and strict.threshold > lenient.threshold
-
-
-@pytest.mark.parametrize("name", SCENES)
-def test_the_phases_fit_into_twenty_minutes(name: str) -> None:
-    assert sum(SCENES[name].budgets.values()) <= TOTAL_SECONDS
 
 
 @pytest.mark.parametrize("name", SCENES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -26,6 +27,11 @@ def asgi_client(app: ASGIApp, **headers: str) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1:4400", headers=headers
     )
+
+
+def text_of(page: str) -> str:
+    """The text of HTML, each run of white space as one blank."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def csrf_of(page: str) -> str:

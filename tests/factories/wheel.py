@@ -51,6 +51,9 @@ class Wheel:
     async def state(self, name: str = "r0001") -> str:
         return str((await self.row(name)).state)
 
+    async def trains(self, name: str = "r0001") -> bool:
+        return await self.state(name) == "training"
+
     async def books(self) -> dict[str, int]:
         books = await self.store.read(balance.balance)
         assert books.balanced, books.problems

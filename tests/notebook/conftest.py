@@ -1,5 +1,5 @@
 """Fixtures of the command line's tests: what is compared is what the command does."""
 
-from tests.cli.conftest import bench, flywheel
+from tests.cli.conftest import bench, flywheel, judge
 
-__all__ = ["bench", "flywheel"]
+__all__ = ["bench", "flywheel", "judge"]

@@ -122,6 +122,23 @@ async def test_a_server_that_is_away_is_pulled_when_it_is_back(
             assert pulled(puller, wanted) == wanted
 
 
+async def test_while_all_servers_are_away_the_copy_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            a.stop()
+            assert await puller.pull()
+            with monkeypatch.context() as without:
+                without.setattr(CallLogCopy, "servers", None)
+                assert not await puller.pull()
+            a.log.append(calls(0, 3))
+            a.start()
+            assert await puller.pull(at_once=True)
+            assert counts(puller, a) == (3, 0, 0, OK)
+            assert await puller.pull()
+
+
 async def test_what_was_pruned_before_it_was_pulled_is_counted(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as a:
         early = calls(0, 10)

@@ -33,6 +33,7 @@ from flywheel.sources.studio_connector import STEPS_AHEAD, StudioConnector
 from flywheel.store import checkpoints, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies
+from flywheel.system.signals import Stop, StopReason
 from tests.sources.studio.writer import (
     DATA,
     RENUMBER,
@@ -361,13 +362,13 @@ async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: 
     turns = ingestion._workers.turns
     for _ in range(TURNS):
         await turns.acquire()
-    stop = asyncio.Event()
+    stop = Stop()
     reading = asyncio.create_task(long.read(final=True, stop=stop))
     report = await asyncio.wait_for(quick.read(final=True, stop=stop), 60)
     assert (report.counts.replies, report.error) == (1, None)
     while long.connector.progress.read < 20:
         await asyncio.sleep(0)
-    stop.set()
+    stop.ask(StopReason.FINISHED)
     report = await asyncio.wait_for(reading, 60)
     assert report.error is None
     assert report.counts.replies < 105

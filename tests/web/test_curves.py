@@ -1,4 +1,4 @@
-"""The figures of a round, while its file grows and after another attempt has begun, and their charts."""
+"""The figures of a round, while its file grows and after another attempt has begun; charts, axes and dots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,23 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flywheel.config.file import Config
+from flywheel.records.round import Score
 from flywheel.training.data.round_progress import Metrics
 from flywheel.web.curves import MOST_POINTS, Curves, charts_of, curves_in, figures_by_step, sparkline
+from flywheel.web.plots import (
+    AXIS_MARGIN,
+    AXIS_WIDTH,
+    DOTS_HEIGHT,
+    DOTS_TOP,
+    axis_of,
+    dots_width,
+    paired_dots,
+    ranked,
+)
 from flywheel.web.server import application
 
 
@@ -54,48 +67,22 @@ def test_an_unfinished_last_line_is_read_when_it_is_whole(metrics: Metrics, tmp_
     with metrics.path.open("ab") as file:
         file.write(line[:20])
         file.flush()
-        assert (curves_in(tmp_path).steps, curves_in(tmp_path).unreadable) == ([1], 0)
+        assert (curves_in(tmp_path).steps, curves_in(tmp_path).unreadable) == ([1], 0), "the last line is unfinished"
         file.write(line[20:] + b"\n")
     found = curves_in(tmp_path)
-    assert found.steps == [1, 2]
-    assert found.last("reward_mean") == 0.7
-    assert not found.unreadable
-
-
-def test_another_attempt_replaces_the_figures(metrics: Metrics, tmp_path: Path) -> None:
-    metrics.step(2, 3, figures())
-    # Removed and made anew, with more lines than the first attempt had.
-    metrics.path.unlink()
-    assert curves_in(tmp_path).steps == []
-    metrics.phase("starting")
+    assert (found.steps, found.last("reward_mean"), found.unreadable) == ([1, 2], 0.7, 0)
+    # A step that is written again replaces what follows.
+    metrics.step(3, 3, figures())
+    metrics.step(2, 3, figures(reward_mean=0.9))
+    found = curves_in(tmp_path)
+    assert (found.steps, {len(values) for values in found.figures.values()}) == ([1, 2], {2})
+    # Another attempt empties the file, and writes more than the first one had.
+    with metrics.path.open("wb") as file:
+        file.truncate()
     for step in range(1, 6):
         metrics.step(step, 5, figures(reward_mean=step / 10))
     found = curves_in(tmp_path)
-    assert found.steps == [1, 2, 3, 4, 5]
-    assert found.last("reward_mean") == 0.5
-    assert [name for name, _ in found.phases] == ["starting"]
-
-
-def test_a_file_that_was_truncated_and_written_again(metrics: Metrics, tmp_path: Path) -> None:
-    curves_in(tmp_path)
-    size = metrics.path.stat().st_size
-    with metrics.path.open("wb") as file:
-        file.truncate()
-    for step in range(1, 4):
-        metrics.step(step, 3, figures(reward_mean=0.9))
-    assert metrics.path.stat().st_size > size
-    found = curves_in(tmp_path)
-    assert found.figures["reward_mean"] == [0.9, 0.9, 0.9]
-    assert found.phases == []
-
-
-def test_a_step_that_is_written_again_replaces_what_follows(metrics: Metrics, tmp_path: Path) -> None:
-    for step in (2, 3):
-        metrics.step(step, 3, figures())
-    metrics.step(2, 3, figures(reward_mean=0.9))
-    found = curves_in(tmp_path)
-    assert found.steps == [1, 2]
-    assert all(len(values) == 2 for values in found.figures.values())
+    assert (found.steps, found.last("reward_mean"), found.phases) == ([1, 2, 3, 4, 5], 0.5, [])
 
 
 def test_lines_that_are_no_measurements_are_counted(metrics: Metrics, tmp_path: Path) -> None:
@@ -149,14 +136,11 @@ def test_a_sparkline(rewards: list[float], planned: int, path: str) -> None:
     assert sparkline(found) == path
 
 
-def test_without_steps_or_rewards_there_is_no_sparkline() -> None:
-    assert sparkline(Curves()) == sparkline(curves(loss=[0.5])) == ""
-
-
 def test_a_long_line_is_thinned_and_ends_with_the_last_step() -> None:
     path = sparkline(curves(reward_mean=[step % 7 / 7 for step in range(5_000)]))
     assert path.count("L") <= MOST_POINTS + 1
     assert re.search(r"L300\.0 [\d.]+$", path)
+    assert sparkline(Curves()) == sparkline(curves(loss=[0.5])) == "", "without steps or rewards there is none"
 
 
 def test_figures_for_the_script_are_numbers_or_null() -> None:
@@ -175,3 +159,33 @@ async def test_the_pages_without_a_browser(shared_state: Config) -> None:
         found = json.loads(html.unescape(re.findall(r'data-curves="([^"]+)"', shown)[0]))
         assert list(found) == ["r0001", "r0002"]
         assert (found["r0001"]["steps"][-1], found["r0001"]["figures"]["reward_mean"][-1]) == (12, 0.5)
+
+
+@given(st.lists(st.floats(-1, 1), max_size=8))
+def test_an_axis_has_all_values_and_zero_and_a_few_ticks(values: list[float]) -> None:
+    axis = axis_of(values)
+    assert axis.low <= min(values, default=0) + 1e-6
+    assert axis.high >= max(values, default=0) - 1e-6
+    assert 0 in axis.ticks
+    assert 2 <= len(axis.ticks) <= 6
+    assert (axis.at(axis.low), axis.at(axis.high)) == (AXIS_MARGIN, AXIS_WIDTH - AXIS_MARGIN)
+    assert all(AXIS_MARGIN <= axis.at(value) <= AXIS_WIDTH - AXIS_MARGIN for value in values)
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert axis_of([-0.116, 0.519]).ticks == [-0.2, 0.0, 0.2, 0.4, 0.6]
+    assert axis_of([]).ticks == [-0.1, -0.05, 0.0, 0.05, 0.1]
+
+
+def test_paired_dots_begin_with_the_largest_loss() -> None:
+    scores = [
+        Score(task_id="same", candidate=0.5, deployed=0.5),
+        Score(task_id="gain", candidate=1.0, deployed=0.0),
+        Score(task_id="loss", candidate=0.25, deployed=0.5),
+    ]
+    dots = paired_dots(ranked(scores))
+    expected = [("loss", "loss"), ("same", "same"), ("gain", "gain")]
+    assert [(each.score.task_id, each.kind) for each in dots] == expected
+    assert (dots[2].candidate, dots[2].deployed) == (DOTS_TOP, DOTS_TOP + DOTS_HEIGHT)
+    assert all(0 < each.x < dots_width(3) for each in dots)
+    assert not paired_dots([])

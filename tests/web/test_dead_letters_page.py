@@ -15,15 +15,9 @@ from tests.factories.state import write_state
 from tests.web.conftest import Check, Visitor
 
 
-def test_the_page_of_dead_letters(check: Check, address: str) -> None:
-    page = check(f"{address}/dead-letters")
-    assert page.get_by_role("heading", level=1).inner_text() == "Dead letters"
-    assert page.locator("#errors section").count() > 0
-    check(f"{address}/dead-letters?state=all")
-
-
 def test_one_is_dropped_and_one_is_retried(own_address: str, visitor: Visitor, check: Check) -> None:
     page = visitor.open(f"{own_address}/dead-letters")
+    assert page.locator("#errors section").count() > 0
     before = page.locator("#errors tbody tr").count()
     page.get_by_role("button", name="Drop dead letter").first.click()
     assert "1 dropped" in page.get_by_role("status").inner_text()
@@ -49,7 +43,7 @@ def test_a_retry_that_waits_is_carried_out_and_the_page_learns_of_it(
 
 
 def test_errors_that_differ_only_in_numbers_are_retried_together(
-    own_address: str, own_state: Config, visitor: Visitor, check: Check
+    own_address: str, own_state: Config, visitor: Visitor
 ) -> None:
     def fill(conn: Connection) -> None:
         for number in range(130):
@@ -68,4 +62,3 @@ def test_errors_that_differ_only_in_numbers_are_retried_together(
     page.get_by_role("button", name="Retry all 120").click()
     assert "120 retried" in page.get_by_role("status").inner_text()
     assert "10 dead letters" in page.locator("#errors section").first.inner_text()
-    check(f"{own_address}/dead-letters?state=all")

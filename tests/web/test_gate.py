@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from flywheel.config.file import Config
 from flywheel.daemon.rounds.gate_planning import NextTest
-from flywheel.records.round import Comparison, GateTest
+from flywheel.records.round import GateTest
 from flywheel.records.states import RoundState
-from flywheel.store.kernel.database import Store
 from flywheel.store.views import round_list
 from flywheel.web.gate import of_live, of_next
 from tests.factories.round import (
@@ -25,28 +24,27 @@ from tests.factories.round import (
     put_tested_round,
     suite,
 )
-from tests.factories.state import open_state, write_state
+from tests.factories.state import read_state, write_state
 from tests.factories.web import client
 from tests.web.recorded_state import HOSTILE, config_of, put_held_out
 
 
 @pytest.fixture
-async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
+def filled(tmp_path: Path) -> tuple[Config, list[str]]:
     """Three rounds: promoted, vetoed and then deployed by hand, refused."""
-    config = config_of(tmp_path)
-    store = await Store.open(config.state_dir)
-    keys = await store.write(put_held_out)
     directory = tmp_path / "rounds"
 
-    async def put(number: int, state: RoundState, seen: Comparison | None, **values: object) -> None:
-        await store.write(put_tested_round, number, state, directory, seen, **values)
+    def put(conn: Connection) -> list[str]:
+        keys = put_held_out(conn)
+        put_tested_round(conn, 1, RoundState.PROMOTED, directory, comparison(keys=keys))
+        vetoed = comparison(keys=keys, criteria=[criterion("safe", -0.02), criterion("correct", 0.1)])
+        put_tested_round(conn, 2, RoundState.REJECTED, directory, vetoed, gate=GUARDED, parent="r0001")
+        refused = "no group of its first steps has different rewards"
+        put_tested_round(conn, 3, RoundState.REJECTED, directory, None, reason=refused)
+        put_deployment(conn, adapter="r0002", reason="by hand")
+        return keys
 
-    await put(1, RoundState.PROMOTED, comparison(keys=keys))
-    vetoed = comparison(keys=keys, criteria=[criterion("safe", -0.02), criterion("correct", 0.1)])
-    await put(2, RoundState.REJECTED, vetoed, gate=GUARDED, parent="r0001")
-    await put(3, RoundState.REJECTED, None, reason="no group of its first steps has different rewards")
-    await store.write(partial(put_deployment, adapter="r0002", reason="by hand"))
-    await store.close()
+    config, keys = config_of(tmp_path), write_state(tmp_path / "state", put)
     put_answers(directory / "r0002", keys, text="{side} says {key} " + HOSTILE.replace("{", "{{").replace("}", "}}"))
     return config, keys
 
@@ -85,12 +83,10 @@ def test_a_decision_with_its_evidence(filled: tuple[Config, list[str]]) -> None:
     assert "deployed · score 1.00" in losses
 
 
-async def test_suites_are_rows_beside_the_criteria(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+def test_suites_are_rows_beside_the_criteria(tmp_path: Path) -> None:
     forgot = comparison(suites=[suite("math", -0.2), suite("tone", -0.2)])
-    async with open_state(config.state_dir) as store:
-        await store.write(put_tested_round, 1, RoundState.REJECTED, tmp_path, forgot, gate=KEEPING)
-    page = client(config).get("/gate/r0001").text
+    write_state(tmp_path / "state", put_tested_round, 1, RoundState.REJECTED, tmp_path, forgot, gate=KEEPING)
+    page = client(config_of(tmp_path)).get("/gate/r0001").text
     rows = {name: page.partition(f"Suite {name}")[2].partition("</tr>")[0] for name in ("math", "tone")}
     assert "not above -0.05" in rows["math"]
     assert "-0.200" in rows["math"]
@@ -110,21 +106,18 @@ def test_the_answers_of_both_sides_about_a_task(filled: tuple[Config, list[str]]
     assert http.get("/gate/r0009/t-none").status_code == 404
 
 
-def test_a_round_whose_answers_were_removed_keeps_its_evidence(filled: tuple[Config, list[str]]) -> None:
-    page = client(filled[0]).get("/gate/r0001").text
-    assert "retention has removed them" in page
-    assert page.count('<circle class="candidate"') == 8
-
-
-def test_a_round_without_a_comparison(filled: tuple[Config, list[str]]) -> None:
+def test_rounds_without_answers_or_without_a_comparison(filled: tuple[Config, list[str]]) -> None:
     http = client(filled[0])
+    page = http.get("/gate/r0001").text
+    assert "retention has removed them" in page
+    assert page.count('<circle class="candidate"') == 8, "the evidence stays"
     page = http.get("/gate/r0003").text
     assert "no group of its first steps has different rewards" in page
     assert "Evidence" not in page
     assert http.get("/gate/r0009").status_code == 404
 
 
-async def test_the_next_test(tmp_path: Path) -> None:
+def test_the_next_test(tmp_path: Path) -> None:
     coming = NextTest(GateTest(epoch=2, number=3, alpha=0.00027), [], 1200, 0.831, 0, "")
     assert of_next(coming) == (
         "The next round takes test 3 of epoch 2, whose one-sided level is 0.00027. With 1,200 held-out conversations,"
@@ -133,14 +126,7 @@ async def test_the_next_test(tmp_path: Path) -> None:
     assert of_next(replace(coming, shortfall="3 of 15 held-out conversations: so")) == (
         "No round starts now, because its test would detect too little: 3 of 15 held-out conversations: so."
     )
-    async with open_state(tmp_path / "state") as store:
-        await store.write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
-        live = await store.read(round_list.with_scores, "r0001")
+    write_state(tmp_path / "state", put_tested_round, 1, RoundState.TRAINING, tmp_path)
+    live = read_state(tmp_path / "state", round_list.with_scores, "r0001")
     assert live is not None
     assert of_live(live) == "r0001 takes test 1 of epoch 1, whose one-sided level is 0.0024."
-
-
-def test_without_a_round_the_page_says_how_to_get_one(tmp_path: Path) -> None:
-    write_state(tmp_path / "state", lambda _: None)
-    page = client(config_of(tmp_path)).get("/gate").text
-    assert "flywheel round" in page

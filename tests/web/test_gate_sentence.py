@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from flywheel.config.training import GateSettings
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK
-from flywheel.store.kernel.database import Store
 from flywheel.store.views import round_list
 from flywheel.store.views.round_list import RoundFacts
 from flywheel.web.gate_sentence import later, sentence
@@ -25,6 +23,7 @@ from tests.factories.round import (
     put_tested_round,
     suite,
 )
+from tests.factories.state import read_state, write_state
 
 SURE = "99.5 % interval"
 CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
@@ -160,61 +159,47 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
 }
 
 
-async def outcome_of(tmp_path: Path, state: RoundState, **values: Any) -> tuple[Store, RoundFacts]:
-    store = await Store.open(tmp_path / "state")
-    await store.write(partial(put_tested_round, number=1, state=state, directory=tmp_path, **values))
-    found = await store.read(round_list.with_scores, "r0001")
+def outcome_of(folder: Path) -> RoundFacts:
+    found = read_state(folder, round_list.with_scores, "r0001")
     assert found is not None
-    return store, found
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_the_decision_in_one_sentence(name: str, tmp_path: Path) -> None:
+def test_the_decision_in_one_sentence(name: str, tmp_path: Path) -> None:
     state, values, expected = CASES[name]
-    store, found = await outcome_of(tmp_path, state, **values)
-    try:
-        said = sentence(found)
-        assert expected in said
-        assert said.endswith(".")
-        assert not said.endswith("..")
-        if found.comparison is not None:
-            listed = await store.read(round_list.listed, 5)
-            assert sentence(listed[0]) == said, "the list needs no scores of tasks"
-            assert not listed[0].comparison.scores
-    finally:
-        await store.close()
+    write_state(tmp_path, put_tested_round, number=1, state=state, directory=tmp_path, **values)
+    found = outcome_of(tmp_path)
+    said = sentence(found)
+    assert expected in said
+    assert said.endswith(".")
+    assert not said.endswith("..")
+    if found.comparison is not None:
+        listed = read_state(tmp_path, round_list.listed, 5)
+        assert sentence(listed[0]) == said, "the list needs no scores of tasks"
+        assert not listed[0].comparison.scores
 
 
-async def test_what_followed_a_decision(tmp_path: Path) -> None:
-    rejected = RoundState.REJECTED
-    store, found = await outcome_of(tmp_path, rejected, seen=comparison(0.0))
+def test_what_followed_a_decision(tmp_path: Path) -> None:
+    def after(state: RoundState, reason: str, until: str | None) -> str:
+        values = {"retired_at": until} if until else {}
+        write_state(tmp_path / state, put_deployment, adapter="r0001", reason=reason, **values)
+        return later(outcome_of(tmp_path / state))
 
-    async def after(*services: tuple[str, str | None]) -> str:
-        for reason, until in services:
-            values = {"retired_at": until} if until else {}
-            await store.write(partial(put_deployment, adapter="r0001", reason=reason, **values))
-        now = await store.read(round_list.with_scores, "r0001")
-        assert now is not None
-        return later(now)
-
-    try:
-        assert later(found) == ""
-        forced = await after(("by hand", AT))
-        assert forced == (
-            "It served as agent from 2026-11-22 10:00 (deployed by hand, although the gate had not promoted it) to"
-            " 2026-11-22 10:00."
-        )
-        again = await after((ROLLBACK, None))
-        assert again.endswith("promoted it; last deployed by a rollback at 2026-11-22 10:00) and still does.")
-    finally:
-        await store.close()
-    store, found = await outcome_of(tmp_path / "2", RoundState.PROMOTED, seen=comparison())
-    try:
-        assert await after(("r0001: better", AT)) == "It served as agent from 2026-11-22 10:00 to 2026-11-22 10:00."
-        assert await after((ROLLBACK, None)) == (
-            "It served as agent from 2026-11-22 10:00 (last deployed by a rollback at 2026-11-22 10:00) and still"
-            " does."
-        )
-        assert "last deployed by hand" in (again := await after((BY_HAND, AT))) and "although" not in again
-    finally:
-        await store.close()
+    rejected, promoted = RoundState.REJECTED, RoundState.PROMOTED
+    for state, seen in ((rejected, comparison(0.0)), (promoted, comparison())):
+        write_state(tmp_path / state, put_tested_round, number=1, state=state, directory=tmp_path, seen=seen)
+    assert later(outcome_of(tmp_path / rejected)) == ""
+    assert after(rejected, "by hand", AT) == (
+        "It served as agent from 2026-11-22 10:00 (deployed by hand, although the gate had not promoted it) to"
+        " 2026-11-22 10:00."
+    )
+    again = after(rejected, ROLLBACK, None)
+    assert again.endswith("promoted it; last deployed by a rollback at 2026-11-22 10:00) and still does.")
+    served = "It served as agent from 2026-11-22 10:00"
+    assert after(promoted, "r0001: better", AT) == f"{served} to 2026-11-22 10:00."
+    assert after(promoted, ROLLBACK, None) == (
+        f"{served} (last deployed by a rollback at 2026-11-22 10:00) and still does."
+    )
+    again = after(promoted, BY_HAND, AT)
+    assert "last deployed by hand" in again and "although" not in again

@@ -35,21 +35,15 @@ def with_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ROUTES", [*server.ROUTES, Route("/act", act, methods=["POST"])])
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1:4400", 200), ("localhost:4400", 200), ("LOCALHOST.", 200), ("[::1]:4400", 200), ("10.0.0.7", 200),
-        ("evil.example", 421), ("127.0.0.1.evil.example", 421), ("", 421), ("localhost.evil.example:4400", 421),
-    ],
-)  # fmt: skip
-async def test_only_requests_by_its_own_names_are_answered(tmp_path: Path, host: str, expected: int) -> None:
+async def test_only_requests_by_its_own_names_are_answered(tmp_path: Path) -> None:
+    own = ("127.0.0.1:4400", "localhost:4400", "LOCALHOST.", "[::1]:4400", "10.0.0.7")
+    others = ("evil.example", "127.0.0.1.evil.example", "", "localhost.evil.example:4400")
     async with asgi_client(server.application(config_of(tmp_path))) as asked:
-        assert (await asked.get("/tasks", headers={"host": host})).status_code == expected
-
-
-async def test_a_name_can_be_added(tmp_path: Path) -> None:
-    pages = server.application(config_of(tmp_path), names=frozenset({"wheel.example"}))
-    async with asgi_client(pages) as asked:
+        for host in (*own, *others):
+            status = (await asked.get("/tasks", headers={"host": host})).status_code
+            assert status == (200 if host in own else 421), host
+    named = server.application(config_of(tmp_path), names=frozenset({"wheel.example"}))
+    async with asgi_client(named) as asked:
         assert (await asked.get("/tasks", headers={"host": "wheel.example"})).status_code == 200
 
 

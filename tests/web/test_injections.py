@@ -13,7 +13,6 @@ from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
 from sqlalchemy import Connection, update
-from starlette.testclient import TestClient
 
 from flywheel.config.file import Config
 from flywheel.records.states import RoundState
@@ -21,10 +20,9 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import append_jsonl, write_json
 from flywheel.training.data.round_progress import Meter
-from flywheel.web.server import application
 from flywheel.web.site import visible
 from tests.factories.state import write_state
-from tests.factories.web import kinds_of
+from tests.factories.web import client, kinds_of
 from tests.web.recorded_state import HOSTILE, injections
 
 START: Final = "http://testserver/"
@@ -104,7 +102,7 @@ def put_hostile_round(conn: Connection, directory: Path) -> None:
 @pytest.mark.slow
 def test_every_page_that_links_lead_to_is_inert(own_state: Config) -> None:
     write_state(own_state.state_dir, put_hostile_round, own_state.state_dir / "rounds" / "r0003")
-    client = TestClient(application(own_state, names=frozenset({"testserver"})))
+    pages = client(own_state)
     waiting, seen = [START], {START}
     counts = Counter[tuple[str, str]]()
     texts: list[str] = []
@@ -112,12 +110,12 @@ def test_every_page_that_links_lead_to_is_inert(own_state: Config) -> None:
     corpus = {
         json.loads(line)["task_id"]
         for text in ("Injection", "desrever")
-        for line in client.get(f"/tasks.jsonl?text={text}").text.split("\n")[:-1]
+        for line in pages.get(f"/tasks.jsonl?text={text}").text.split("\n")[:-1]
     }
     waiting += [f"{START}tasks/{key}" for key in sorted(corpus)]
     while waiting:
         address = waiting.pop(0)
-        answer = client.get(address)
+        answer = pages.get(address)
         if answer.status_code != 200:
             problems.append(f"{address}: {answer.status_code}")
         if not answer.headers["content-type"].startswith("text/html"):

@@ -1,9 +1,9 @@
-"""Lineage on the pages of rounds and tasks in both directions, the page that an id leads to, and deployments."""
+"""Lineage on the pages of rounds and tasks, the page that an id leads to, deployments, and erasures."""
 
 from __future__ import annotations
 
+import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ from sqlalchemy import Connection, insert, select
 from starlette.testclient import TestClient
 
 from flywheel.config.file import Config
+from flywheel.daemon.rounds.removal import erase_from_results, erase_from_round
 from flywheel.records.states import DeploymentState, RoundState, SkipReason, Split
 from flywheel.store import ledger
 from flywheel.store.deployments import BY_HAND
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
+from flywheel.training.data.rollout_file import groups
 from tests.factories.round import AT, comparison, put_deployment, put_tested_round
-from tests.factories.state import write_state
+from tests.factories.state import execute, write_state
 from tests.factories.trace import batch, put_replies, record, replies_on, reply
 from tests.factories.web import client
 from tests.web.recorded_state import HOSTILE, config_of
@@ -41,12 +42,9 @@ def put_samples(conn: Connection, directory: Path) -> None:
 
 
 @pytest.fixture
-async def config(tmp_path: Path) -> Config:
-    config = config_of(tmp_path)
-    store = await Store.open(config.state_dir)
-    await store.write(partial(put_samples, directory=tmp_path / "rounds"))
-    await store.close()
-    return config
+def config(tmp_path: Path) -> Config:
+    write_state(tmp_path / "state", put_samples, tmp_path / "rounds")
+    return config_of(tmp_path)
 
 
 @pytest.fixture
@@ -77,6 +75,8 @@ def test_from_an_adapter_to_its_conversations(http: TestClient) -> None:
     assert conversation in page[page.index('id="selection"') : page.index('id="lineage"')]
     first = lineage_of(http.get("/rounds/r0002").text)
     assert first.index("2</td>") < first.index("60</td>") < first.index("the base model")
+    without_adapter = lineage_of(http.get("/rounds/r0003").text)
+    assert "It has never served." in without_adapter and "No adapter was trained from it." in without_adapter
 
 
 def test_each_deployment_of_an_adapter_is_on_a_page_of_its_round(
@@ -143,30 +143,18 @@ def test_a_conversation_leads_to_its_first_task_behind_any_number_of_replies_wit
     assert answer.headers["location"].startswith("/tasks/t-")
 
 
-def test_a_round_that_has_made_no_adapter_yet(http: TestClient) -> None:
-    page = lineage_of(http.get("/rounds/r0003").text)
-    assert "It has never served." in page and "No adapter was trained from it." in page
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_an_id_leads_to_its_page(http: TestClient) -> None:
+    for old, new in (
         ("/lineage", "/rounds#serving"),
         ("/lineage?adapters=2", "/rounds#serving"),
         ("/lineage?id=agent", "/rounds#serving"),
         ("/lineage?id=r0001&after=9", "/rounds/r0001#lineage"),
         ("/lineage?id=agent@r0001", "/rounds/r0001#lineage"),
-    ],
-)
-def test_an_id_leads_to_its_page(http: TestClient, old: str, new: str) -> None:
-    answer = http.get(old, follow_redirects=False)
-    assert (answer.status_code, answer.headers["location"]) == (303, new)
-
-
-def test_an_id_that_names_nothing(http: TestClient) -> None:
+    ):
+        answer = http.get(old, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, new)
     nothing = http.get("/lineage", params={"id": HOSTILE})
-    assert nothing.status_code == 404
-    assert "<script>doc" not in nothing.text
+    assert (nothing.status_code, "<script>doc" in nothing.text) == (404, False)
 
 
 def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
@@ -180,3 +168,37 @@ def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
     assert "<script>doc" not in failed
     for number in ("9", "x", "9" * 40):
         assert http.get(f"/deployments/{number}").status_code == 404
+
+
+def test_the_pages_of_a_round_without_its_erased_tasks(own_state: Config) -> None:
+    directory = own_state.state_dir / "rounds" / "r0001"
+    spec = json.loads((directory / "spec.json").read_bytes())
+    asked = {task["task_id"]: task["query"] for task in (*spec["train"], *spec["held_out"])}
+    before = list(groups(directory))
+    scores = json.loads((directory / "result.json").read_bytes())["comparison"]["scores"]
+    gone = {before[0].task_id, scores[0]["task_id"]}
+    assert erase_from_round(directory, gone) > 0
+    keys = ", ".join(f"'{task}'" for task in gone)
+    execute(
+        own_state.state_dir / "state.db", f"UPDATE tasks SET state = 'erased', payload = '{{}}' WHERE key IN ({keys})"
+    )
+    write_state(own_state.state_dir, erase_from_results, gone)
+
+    pages = client(own_state)
+    left = [group for group in before if group.task_id not in gone]
+    [group] = [group for group in left if (group.step, group.group) == (left[0].step, left[0].group)]
+    paths = (
+        "/rounds", "/rounds/r0001", "/rounds/r0002", "/rollouts/r0001",
+        f"/rollouts/r0001/{group.step}-{group.group}", "/gate/r0001",
+    )  # fmt: skip
+    shown = {}
+    for path in paths:
+        response = pages.get(path)
+        assert response.status_code == 200, path
+        shown[path] = response.text
+    assert not [path for path, text in shown.items() for task in gone if asked[task] in text]
+    assert len(list(groups(directory))) == len(left) < len(before)
+    assert asked[group.task_id] in shown[f"/rollouts/r0001/{group.step}-{group.group}"]
+    sentence = "trained on texts that were erased since (1 of 67 samples, 1.5%)"
+    assert sentence in re.sub(r"\s+", " ", shown["/rounds/r0001"])
+    assert "it goes on from adapters that were" in shown["/rounds/r0002"]

@@ -10,7 +10,6 @@ from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
 from playwright.sync_api import expect
-from sqlalchemy import Connection
 from starlette.routing import Route
 
 from flywheel.config.file import Config
@@ -25,15 +24,11 @@ WITHOUT_PAGE = {"/tasks.jsonl", "/labels/export", "/labels/next", "/lineage", "/
 """Files, figures and redirections."""
 
 
-def put_long(conn: Connection) -> None:
-    put_misses(conn)
-
-
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The pages of a state with everything, and long names besides."""
     config: Config = unpack(tmp_path_factory.mktemp("narrow"))
-    write_state(config.state_dir, put_long)
+    write_state(config.state_dir, put_misses)
     with serving(config) as address:
         yield address
 

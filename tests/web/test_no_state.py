@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from flywheel.config.file import load
 from flywheel.errors import EXIT_CONFIG
 from flywheel.web.server import application
+from tests import warm
 from tests.factories.config import write_config
 from tests.factories.state import write_state
 from tests.factories.web import TOKEN, WAIT_SECONDS, address_in, asgi_client, csrf_from
@@ -81,11 +81,12 @@ async def test_an_empty_file_is_no_state_and_one_of_another_version_is_an_error(
 
 
 @pytest.mark.slow
-def test_the_command_starts_without_a_state(configuration: Path, tmp_path: Path) -> None:
+def test_the_command_starts_without_a_state_and_not_with_a_broken_configuration(
+    configuration: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "flywheel", "web", "--port", "0"]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flywheel", "web", "--port", "0", "-c", str(configuration)], stdout=log, stderr=log
-        )
+        process = warm.Popen([*command, "-c", str(configuration)], stdout=log, stderr=log)
     try:
         address = wait_for(lambda: address_in(tmp_path / "log"), "the pages")
         assert "There is no state yet" in httpx2.get(address, headers=HTML, timeout=WAIT_SECONDS).text
@@ -96,13 +97,6 @@ def test_the_command_starts_without_a_state(configuration: Path, tmp_path: Path)
         process.wait()
     assert "there is no state at" in (tmp_path / "log").read_text()
     assert not (configuration.parent / "state").exists()
-
-
-@pytest.mark.slow
-def test_a_broken_configuration_is_an_error_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "flywheel.yaml").write_text("sauces: []\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "flywheel", "web", "--port", "0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False,
-    )  # fmt: skip
+    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == EXIT_CONFIG and "sauces" in done.stderr, done.stderr

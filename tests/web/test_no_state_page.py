@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from flywheel.config.file import load
+from tests import warm
 from tests.factories.web import WAIT_SECONDS
 from tests.web.conftest import Visitor, serving
 
@@ -28,7 +28,7 @@ def test_the_page_becomes_the_overview_when_there_is_a_state(visitor: Visitor, c
             assert f"flywheel {command} -c '{configuration}'" in text
         visitor.check_accessibility(page)
         assert not config.state_dir.exists()
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "flywheel", "ingest", "-c", str(configuration)],
             capture_output=True, text=True, timeout=WAIT_SECONDS, check=False,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select
-from starlette.testclient import TestClient
 
 from flywheel.config.file import Config
 from flywheel.daemon.status import snapshot
@@ -22,12 +21,12 @@ from flywheel.store.views import acceptance
 from flywheel.store.views.acceptance import Share, SharePeriod
 from flywheel.web import figures
 from flywheel.web.plots import TimePlot
-from flywheel.web.server import application
 from flywheel.web.site import Site
 from tests.factories.state import in_thread, write_state
 from tests.factories.trace import on_both_sides
 from tests.factories.verdict import put_judged
-from tests.web.conftest import Check, Visitor
+from tests.factories.web import client, text_of
+from tests.web.conftest import NARROW, Check, Visitor
 from tests.web.recorded_state import config_of
 
 
@@ -49,37 +48,23 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
     assert "<script>document.title" in page.get_by_role("region", name="Errors of the judge").inner_text()
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("/", "flywheel ingest"),
-        ("/tasks", "flywheel ingest"),
-        ("/labels", "flywheel ingest"),
-        ("/rounds", "the base model answers"),
-        ("/rounds", "flywheel round"),
-        ("/rollouts", "flywheel round"),
-        ("/gate", "flywheel round"),
-        ("/rounds", "flywheel deploy"),
-        ("/dead-letters", "No dead letter is open"),
-        ("/dead-letters?state=all", "There has never been one"),
-    ],
-)
-def test_an_empty_page_says_what_to_do(
-    check: Check, visitor: Visitor, empty_address: str, path: str, text: str
-) -> None:
-    page = check(f"{empty_address}{path}")
-    assert text in page.inner_text("main")
-    visitor.check_accessibility(page)
+def test_an_empty_page_says_what_to_do(visitor: Visitor, empty_address: str) -> None:
+    page = visitor.open(f"{empty_address}/", width=NARROW)
+    for path, texts in EMPTY.items():
+        page.goto(f"{empty_address}{path}")
+        shown = page.inner_text("main")
+        assert all(text in shown for text in texts.split("; ")), path
+        visitor.check_accessibility(page)
 
 
 @pytest.mark.slow
 def test_every_bar_leads_to_the_tasks_that_it_counts(shared_state: Config) -> None:
     """Every reply of this state is a task: the bars of replies lead to the same lists as those of tasks."""
-    client = TestClient(application(shared_state, names=frozenset({"testserver"})))
-    bars = re.findall(r'<a href="(/tasks\?[^"]*)" aria-label="([\d,]+) ', client.get("/").text)
+    pages = client(shared_state)
+    bars = re.findall(r'<a href="(/tasks\?[^"]*)" aria-label="([\d,]+) ', pages.get("/").text)
     assert len(bars) > 30
     for target, shown in bars:
-        lines = client.get(html.unescape(target).replace("/tasks", "/tasks.jsonl", 1)).text
+        lines = pages.get(html.unescape(target).replace("/tasks", "/tasks.jsonl", 1)).text
         assert lines.count("\n") == int(shown.replace(",", "")), target
 
 
@@ -103,9 +88,7 @@ def test_the_funnel_counts_each_reply_once(shared_state: Config) -> None:
 
 
 def page_of(config: Config, path: str = "/") -> str:
-    """The text of a page, each run of white space as one blank."""
-    answer = TestClient(application(config, names=frozenset({"testserver"}))).get(path).text
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", answer.partition("<main")[2])).split())
+    return text_of(client(config).get(path).text.partition("<main")[2])
 
 
 def test_free_usable_and_held_out_are_each_one_number_with_the_reason_for_a_difference(shared_state: Config) -> None:
@@ -208,3 +191,15 @@ def test_old_figures_are_shown_while_newer_ones_are_counted(
         assert await own.get() == 4
 
     in_thread(shown())
+
+
+EMPTY = {
+    "/": "flywheel ingest",
+    "/tasks": "flywheel ingest",
+    "/labels": "flywheel ingest",
+    "/rounds": "the base model answers; flywheel round; flywheel deploy",
+    "/rollouts": "flywheel round",
+    "/gate": "flywheel round",
+    "/dead-letters": "No dead letter is open",
+    "/dead-letters?state=all": "There has never been one",
+}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from starlette.datastructures import QueryParams
-from starlette.testclient import TestClient
 
 from flywheel.config.file import Config
 from flywheel.records.states import Split
@@ -24,18 +23,9 @@ from flywheel.web.server import application
 from tests.factories.state import in_thread, write_state
 from tests.factories.trace import replies_on
 from tests.factories.verdict import put_judged
+from tests.factories.web import client, text_of
 from tests.web.conftest import Check, serving
 from tests.web.recorded_state import config_of
-
-
-def client_of(config: Config) -> TestClient:
-    return TestClient(application(config, names=frozenset({"testserver"})))
-
-
-def test_the_list_of_tasks(check: Check, address: str) -> None:
-    page = check(f"{address}/tasks")
-    assert page.get_by_role("heading", level=1).inner_text() == "Tasks"
-    assert page.locator("tbody tr").count() == 50
 
 
 @pytest.mark.slow
@@ -66,11 +56,11 @@ def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, q
         )
     if after is not None:
         rows = [row for row in rows if (row.id > after.id if order == "oldest" else row.id < after.id)]
-    client = client_of(shared_state)
-    lines = client.get(f"/tasks.jsonl?{query}").text.split("\n")[:-1]
+    pages = client(shared_state)
+    lines = pages.get(f"/tasks.jsonl?{query}").text.split("\n")[:-1]
     found, address = [], f"/tasks?{query}"
     while address:
-        page = client.get(address).text
+        page = pages.get(address).text
         found += re.findall(r'<td class="about"><a href="/tasks/([^"]+)"', page)
         following = re.search(r'<a href="([^"]+)" rel="next">', page)
         address = html.unescape(following[1]) if following else ""
@@ -87,16 +77,16 @@ def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, q
 def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
     shared_state: Config, query: str, why: str
 ) -> None:
-    answer = client_of(shared_state).get(f"/tasks?{query}")
+    answer = client(shared_state).get(f"/tasks?{query}")
     assert answer.status_code == 400
     assert why in html.unescape(answer.text)
     assert '<nav aria-label="Pages">' in answer.text
-    assert '<nav aria-label="Pages">' in client_of(shared_state).get("/nothing").text
+    assert '<nav aria-label="Pages">' in client(shared_state).get("/nothing").text
 
 
 def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "SEARCH_SECONDS", 0.0)
-    page = client_of(shared_state).get("/tasks?text=desrever&after=700").text
+    page = client(shared_state).get("/tasks?text=desrever&after=700").text
     assert "Search further" in page and "No task matches" not in page
 
 
@@ -118,11 +108,11 @@ def test_a_task_has_its_question_as_title_and_says_each_reason_once(tmp_path: Pa
     verdict = Verdict(Outcome.REJECTED, 0.2, results, "score 0.20 is below 0.7; correct: 9 is right", calls=1)
     asked = replace(replies_on(Split.TRAIN, 1)[0], query="What is <b>7</b> plus 2?")
     write_state(tmp_path / "state", put_judged, asked, judge=lambda _: verdict)
-    client = client_of(config_of(tmp_path))
-    key = json.loads(client.get("/tasks.jsonl").text)["task_id"]
-    page = client.get(f"/tasks/{key}").text
+    pages = client(config_of(tmp_path))
+    key = json.loads(pages.get("/tasks.jsonl").text)["task_id"]
+    page = pages.get(f"/tasks/{key}").text
     assert "<title>What is &lt;b&gt;7&lt;/b&gt; plus 2? · Flywheel</title>" in page
-    text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page.partition("<main")[2])).split())
+    text = text_of(page.partition("<main")[2])
     [heading] = re.findall(r"<h1>.*</h1>", page)
     assert "What is &lt;b&gt;7&lt;/b&gt; plus 2?" in heading and key not in heading
     assert text.count("9 is right") == text.count("it names no key") == text.count("score 0.20 is below 0.7") == 1

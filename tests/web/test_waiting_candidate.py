@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -13,11 +12,11 @@ from sqlalchemy import Connection
 from flywheel.config.file import Config
 from flywheel.records.states import RoundState
 from flywheel.store import rounds
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import record
 from flywheel.web import server
 from tests.factories.config import with_settings
 from tests.factories.round import comparison, put_tested_round
+from tests.factories.state import read_state, write_state
 from tests.factories.web import FORM, asgi_client, csrf_of
 from tests.web.recorded_state import config_of
 
@@ -28,20 +27,13 @@ def waits(conn: Connection, directory: Path) -> None:
 
 
 @pytest.fixture
-async def config(tmp_path: Path) -> Config:
-    config = with_settings(config_of(tmp_path), gate={"mode": "manual"})
-    store = await Store.open(config.state_dir)
-    await store.write(partial(waits, directory=tmp_path))
-    await store.close()
-    return config
+def config(tmp_path: Path) -> Config:
+    write_state(tmp_path / "state", waits, tmp_path)
+    return with_settings(config_of(tmp_path), gate={"mode": "manual"})
 
 
-async def state_of(config: Config) -> Any:
-    store = await Store.open(config.state_dir)
-    try:
-        return await store.read(rounds.by_name, "r0001")
-    finally:
-        await store.close()
+def state_of(config: Config) -> Any:
+    return read_state(config.state_dir, rounds.by_name, "r0001")
 
 
 async def test_the_page_says_what_a_candidate_waits_for_and_what_ends_it(config: Config) -> None:
@@ -69,7 +61,7 @@ async def test_a_person_refuses_by_a_button(config: Config) -> None:
         assert "It waits for" not in page
         again = await asked.post("/rounds/r0001/refuse", content=form)
         assert "it is rejected, and does not wait" in (await asked.get(again.headers["location"])).text
-    row = await state_of(config)
+    row = state_of(config)
     assert row.state == "rejected" and row.reason.endswith("refused it")
 
 
@@ -82,4 +74,4 @@ async def test_a_person_approves_by_a_button_and_the_page_says_who_deploys(confi
         assert "It waits for the daemon, or the next `flywheel run`" in page
         assert "approved" in page, "in the timeline"
         assert (await asked.post("/rounds/r0001/curves", content=form)).status_code == 404
-    assert (await state_of(config)).state == "passed"
+    assert state_of(config).state == "passed"

@@ -37,7 +37,7 @@ from flywheel.store.views import acceptance
 from flywheel.store.views.acceptance import AdapterAcceptance
 from flywheel.system.files import shipped_folder
 from flywheel.system.process import tune_process
-from flywheel.system.signals import StopSignals
+from flywheel.system.signals import Stop
 from flywheel.system.web_server import bound_socket
 from flywheel.web import server
 
@@ -115,7 +115,7 @@ class DemoResult:
 
 async def _judged(config: Config, recording: Recording) -> DemoResult:
     """Ingest and judge everything, and add the round. Raises what went wrong."""
-    stop, interruption = threading.Event(), StopSignals(config.daemon.drain_seconds)
+    stop = Stop(config.daemon.drain_seconds)
     async with open_state(config, lock=True) as store:
         ingestion = Ingestion(store, config)
         try:
@@ -133,9 +133,9 @@ async def _judged(config: Config, recording: Recording) -> DemoResult:
                     tasks[judged.task.key] = judged.task.line, judged.verdict
                 step()
 
-            report = await interruption.during(judging.run(stop=stop, on_judged=on_judged), stop.set)
-        if interruption.by is not None or report is None:
-            raise interruption.error("judge the replies of the demo", "Start it again.")
+            report = await stop.during(judging.run(stop=stop, on_judged=on_judged))
+        if stop.by is not None or report is None:
+            raise stop.error("judge the replies of the demo", "Start it again.")
         if report.error is not None:
             raise report.error
         row = await store.write(recorded_round.store, recording.round, config)

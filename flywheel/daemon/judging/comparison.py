@@ -6,7 +6,6 @@ The second pass reuses what the judge said in the first. A filter chain only red
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +30,7 @@ from flywheel.store import claims
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel.bulk import chunks
 from flywheel.store.kernel.database import Store
+from flywheel.system.signals import Stop
 from flywheel.system.terminal import excerpt
 from flywheel.training.gate.intervals import Paired, compare
 
@@ -51,7 +51,7 @@ class Comparison:
     """Judges every task by two rubrics. The state must be a copy: tasks become due in it, wherever they stand.
 
     Attributes:
-        stop: Set it to begin no other call.
+        stop: Ask for it to begin no other call.
         report: What both passes used, and the error that ended them early.
         cases: Each compared task by the new rubric.
         tasks: How many tasks the state has; of these, rubrics can be tried on `triable`.
@@ -61,7 +61,7 @@ class Comparison:
         """Raises ConfigError for a judge that cannot be used."""
         self._store = store
         self.old, self.new = (TaskJudging(store, config, rubric=each, redacts_only=True) for each in (old, new))
-        self.stop = threading.Event()
+        self.stop = Stop(config.daemon.drain_seconds)
         self.report = JudgingReport()
         self.cases: list[Case] = []
         self.flips: list[dict[str, Any]] = []

@@ -5,7 +5,6 @@ The judge must be independent of the trained model, which would reward its own m
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.judge.rubric.rubric import Rubric
 from flywheel.records.task import trace_parts
 from flywheel.records.verdict import Exchange
+from flywheel.system.server_limits import address_of
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +134,8 @@ def server_address(url: str) -> tuple[str, int, str]:
     except ValueError:
         return url, 0, ""
     path = "/".join(part for part in parts.path.split("/") if part).removesuffix("v1").rstrip("/")
-    is_loopback = host == "localhost" or host.endswith(".localhost")
-    try:
-        address = ipaddress.ip_address(host)
-        address = getattr(address, "ipv4_mapped", None) or address
-        is_loopback = address.is_loopback or address.is_unspecified
-    except ValueError:
-        pass  # a name
-    return "loopback" if is_loopback else host, port, path
+    is_here = host == "localhost" or host.endswith(".localhost")
+    if (given := address_of(host)) is not None:
+        address = getattr(given, "ipv4_mapped", None) or given
+        is_here = address.is_loopback or address.is_unspecified
+    return "loopback" if is_here else host, port, path

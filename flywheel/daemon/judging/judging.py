@@ -27,10 +27,10 @@ from flywheel.daemon.judging.judge_setup import (
     rubric_of_target,
 )
 from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
-from flywheel.daemon.judging.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
+from flywheel.daemon.judging.pre_filter import Ask, PreFilter, without_embeddings
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.client import require_judge
-from flywheel.judge.filters.chain import chain_of
+from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.rubric.rubric import Rubric
 from flywheel.judge.thread_pool import grade_batches
@@ -120,14 +120,14 @@ class TaskJudging:
     ) -> None:
         self._store = store
         self._config = config
-        self._chain = chain_of(config)
-        if redacts_only and self._chain:
+        self._chain = chain_of(config) or Chain("", "", before=())
+        if redacts_only:
             self._chain = replace(self._chain, before=(), after=(), influence=None)
-        for notice in filter(None, (config.assumed, *(self._chain.notices if self._chain else ()))):
+        for notice in filter(None, (config.assumed, *self._chain.notices)):
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
         check_independence(config, self.rubric)
-        self.by_chain = rubric is None and self._chain is not None and self._chain.decides
+        self.by_chain = rubric is None and self._chain.decides
         self.judge = judge_settings(config, self._chain)
         self._calls = calls
         self.grader = Grader(self.rubric, self.judge, calls=calls)
@@ -135,7 +135,7 @@ class TaskJudging:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
         self._is_recorded = False
-        self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
+        self._pre_filter = PreFilter(self._chain, self._ask)
         self._which = which
         self._others = [] if rubric or self.by_chain else self._by_own_rubrics()
 
@@ -161,8 +161,8 @@ class TaskJudging:
     @property
     def _decided_by(self) -> tuple[str, str]:
         """By what verdicts are stored: the hash of the rubric or chain, and that of the judge."""
-        by_chain = f"{verdicts.CHAIN}{self._chain.hash}" if self.by_chain and self._chain else ""
-        return by_chain or self.rubric.hash, self.grader.judge_hash
+        by = f"{verdicts.CHAIN}{self._chain.hash}" if self.by_chain else self.rubric.hash
+        return by, self.grader.judge_hash
 
     def require_judge(self) -> None:
         """Raises ConfigError if a rubric asks a judge and the settings do not say which one."""
@@ -194,12 +194,12 @@ class TaskJudging:
         if self._config.targets:
             # A target that is new in the configuration may have another rubric.
             await apply_model_rules(self._store, self._config)
-        report = await self._run(_JudgingRun(stop, limit, on_judged), rejudge)
-        for other in self._others:
+        report = JudgingReport()
+        for each in (self, *self._others):
+            left = None if limit is None else limit - report.tasks
+            report.join(await each._run(_JudgingRun(stop, left, on_judged), rejudge))
             if report.error is not None or stop.is_set():
                 break
-            left = None if limit is None else limit - report.tasks
-            report.join(await other._run(_JudgingRun(stop, left, on_judged), rejudge))
         await self._store.write(self._note, report)
         return report
 
@@ -221,8 +221,7 @@ class TaskJudging:
 
     async def _run(self, run: _JudgingRun, rejudge: bool) -> JudgingReport:
         """Judge the tasks of this rubric."""
-        if self._pre_filter is not None:
-            self._pre_filter.stop = run.stop
+        self._pre_filter.stop = run.stop
         report = run.report
         self._loop = asyncio.get_running_loop()
         unreadable_note = f"{UNREADABLE_NOTE} {self.grader.judge_hash}"
@@ -286,12 +285,12 @@ class TaskJudging:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
-        pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
+        pre_filter = PreFilter(without_embeddings(self._chain), ask)
 
         def add(batch: Sequence[Claimed]) -> None:
-            for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
+            for each in pre_filter.apply(batch):
                 needed = CallEstimate()
-                if each.passed and self._kept(each.task) is None and not self.by_chain:
+                if each.is_open and self._kept(each.task) is None:
                     needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
 
@@ -334,8 +333,7 @@ class TaskJudging:
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
         first = 1 if self._failed or self.grader.unusable else None
         try:
-            if self._pre_filter is not None:
-                self._pre_filter.take_in_earlier()
+            self._pre_filter.take_in_earlier()
             # A calibration that runs beside the daemon uses the same daily budget.
             self.budget.refresh()
             batches = grade_batches(
@@ -368,34 +366,37 @@ class TaskJudging:
         stored first."""
         for batch in batches:
             decided, rest = [], []
-            for each in self._pre_filter.apply(batch) if self._pre_filter else map(FilterResult, batch):
-                task = each.task
-                if not each.passed:
-                    decided.append(self._stopped(each))
-                    continue
-                exchange = exchange_of(task.line)
-                verdict = self._kept(task)
-                if self.by_chain:
-                    verdict = Verdict(Outcome.ACCEPTED, 1.0, reason="accepted by the chain")
-                if verdict is None and (task.earlier or task.stored):
-                    begun = self.grader.begin(exchange, task.earlier)
-                    verdict = begun if isinstance(begun, Verdict) else None
-                    if verdict and task.stored and verdict.results == task.stored.results:
-                        verdict = task.stored
-                if verdict is None:
-                    rest.append((task, exchange))
+            for each in self._pre_filter.apply(batch):
+                exchange = exchange_of(each.task.line)
+                result = self._free(each.task, exchange) if each.is_open else each
+                if result.is_open:
+                    rest.append((each.task, exchange))
                 else:
-                    reused = verdict is task.stored or bool(verdict.judgements)
-                    decided.append(self._after_judge(TaskResult(task, verdict, self._decided_by[0], reused=reused)))
+                    decided.append(result)
             if decided:
                 self._in_loop(self._report(run, decided))
             yield from rest
 
+    def _free(self, task: Claimed, exchange: Exchange) -> TaskResult:
+        """The result without a call of the judge; open if it has to be asked."""
+        verdict = self._kept(task)
+        if verdict is None and (task.earlier or task.stored):
+            begun = self.grader.begin(exchange, task.earlier)
+            verdict = begun if isinstance(begun, Verdict) else None
+            if verdict and task.stored and verdict.results == task.stored.results:
+                verdict = task.stored
+        if verdict is None:
+            return TaskResult(task)
+        reused = verdict is task.stored or bool(verdict.judgements)
+        return self._after_judge(TaskResult(task, verdict, self._decided_by[0], reused=reused))
+
     def _kept(self, task: Claimed) -> Verdict | None:
-        """The stored verdict if it needs no look. What a user's function reads may have changed since: for tasks that
-        are judged again, functions run again."""
+        """That of the chain, or the stored verdict if it needs no look. What a user's function reads may have changed
+        since: for tasks that are judged again, functions run again."""
+        if self.by_chain:
+            return Verdict(Outcome.ACCEPTED, 1.0, reason="accepted by the chain")
         runs_again = self.rubric.has_functions and task.was is not TaskState.JUDGING
-        return None if runs_again or self.by_chain else task.stored
+        return None if runs_again else task.stored
 
     def _after_judge(self, result: TaskResult) -> TaskResult:
         """The result after the filters behind the judge, which can stop what the judge accepted."""
@@ -405,10 +406,10 @@ class TaskJudging:
         if verdict is not None and verdict.outcome is Outcome.UNDECIDED:
             return self._after_attempt(result, verdict)
         is_new = verdict is not None and verdict.outcome is Outcome.ACCEPTED and was is not TaskState.ACCEPTED
-        if self._pre_filter is None or not is_new:
+        filtered = self._pre_filter.after(result.task) if is_new else None
+        if filtered is None or filtered.is_open:
             return result
-        filtered = self._pre_filter.after(result.task)
-        return result if filtered.passed else replace(self._stopped(filtered), paid=verdict, reused=result.reused)
+        return replace(filtered, paid=verdict, reused=result.reused)
 
     def _after_attempt(self, result: TaskResult, verdict: Verdict) -> TaskResult:
         """The undecided result with the judgements of all attempts; a dead letter after the last permitted one."""
@@ -423,13 +424,6 @@ class TaskJudging:
             f"the judge was asked {quantity(attempt, 'time')}, and left it undecided. The last time: {verdict.error}"
         )
         return replace(result, verdict=None, error=why, paid=verdict)
-
-    def _stopped(self, filtered: FilterResult) -> TaskResult:
-        assert self._chain is not None
-        if filtered.error or filtered.held:
-            return TaskResult(filtered.task, None, "", error=filtered.error, held=filtered.held)
-        verdict = Verdict(Outcome.REJECTED, 0.0, reason=filtered.reason)
-        return TaskResult(filtered.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=filtered.repeats)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """The result of one write transaction, for a thread other than the event loop's."""
@@ -448,7 +442,7 @@ class TaskJudging:
         self._is_recorded = True
         run.report.changed += changed
         run.released += released
-        prints_reason = self._chain and self._chain.judge and self._chain.judge.print_reason
+        prints_reason = self._chain.judge and self._chain.judge.print_reason
         for result in results:
             run.claimed.pop(result.task.id, None)
             run.report.add(result)

@@ -29,20 +29,26 @@ CRITERION_TOKENS: Final = 45
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """One task and its verdict. Without a verdict the task is `held` for a person, or `error` says what failed.
+    """One task and its verdict. Without a verdict the task is `held` for a person, `error` says what failed, or it is
+    still open: the judge decides.
 
     `repeats` is the task that it repeats, if it was rejected for that; `paid` is the judge's verdict, where a filter
     behind the judge decided otherwise, or the task is a dead letter. `reused` verdicts needed no judge call.
     """
 
     task: Claimed
-    verdict: Verdict | None
-    rubric_hash: str
+    """Its line is without personal data, where the chain removes it."""
+    verdict: Verdict | None = None
+    rubric_hash: str = ""
     reused: bool = False
     error: str = ""
     held: bool = False
     repeats: Repeats | None = None
     paid: Verdict | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.verdict is None and not self.error and not self.held
 
     @property
     def outcome(self) -> str:

@@ -1,4 +1,5 @@
-"""The pre-filter: runs claimed tasks through a filter chain, with what the store knows of earlier tasks.
+"""The pre-filter: runs claimed tasks through a filter chain, with what the store knows of earlier tasks. What passes
+stays open.
 
 Runs in the judging thread. Raises FilterError if the embedding model cannot be called; the tasks then wait.
 """
@@ -8,17 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
 from sqlalchemy import Connection
 
+from flywheel.daemon.judging.judging_report import TaskResult
 from flywheel.errors import FilterError
 from flywheel.judge.filters.chain import Chain, LineFilter, Step
 from flywheel.judge.filters.deduplication import Deduplication, fingerprint
 from flywheel.records.similarity import NEAR
 from flywheel.records.states import TaskState
-from flywheel.store import deduplication, ledger
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.store import deduplication, ledger, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.deduplication import ComparedTask, Near, Repeats
 
@@ -33,23 +36,6 @@ class Ask(Protocol):
     """Runs `function(connection, …)` in one transaction of the store, and waits for it."""
 
     def __call__(self, function: Callable[..., T], *args: Any) -> T: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FilterResult:
-    """One task after the chain. If it does not pass, one of `reason`, `error` and `held` is set."""
-
-    task: Claimed
-    """The task, its line without personal data."""
-    passed: bool = True
-    reason: str = ""
-    """Which filter rejected it, and why."""
-    error: str = ""
-    """Which filter failed, and how."""
-    held: bool = False
-    """Whether it waits for a person."""
-    repeats: Repeats | None = None
-    """The earlier task that it repeats."""
 
 
 class PreFilter:
@@ -76,55 +62,53 @@ class PreFilter:
                 self._ask(deduplication.take_in, entries, self._threshold)
             self._has_taken_in = True
 
-    def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+    def apply(self, tasks: Sequence[Claimed]) -> list[TaskResult]:
         """Run the filters before the judge. Tasks that passed them earlier are only redacted."""
         if self._chain.decides:
-            return self.before(tasks)
+            return self._before(tasks)
         earlier = [task for task in tasks if _was_filtered(task)]
         # They may have passed another chain: no judge sees what this one redacts.
-        return [*self.redact(earlier), *self.before([task for task in tasks if not _was_filtered(task)])]
+        return [*self._redact(earlier), *self._before([task for task in tasks if not _was_filtered(task)])]
 
-    def before(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+    def _before(self, tasks: Sequence[Claimed]) -> list[TaskResult]:
         """Run the filters before the judge; results are in the order of the tasks."""
-        if not self._is_backfilled:
-            self._backfill()
-            self._is_backfilled = True
-        redacted = {each.task.id: each for each in self.redact(tasks)}
-        sound = [each.task for each in redacted.values() if each.passed]
+        self.take_in_earlier()
+        if self._deduplication is not None and not self._is_backfilled:
+            self._vectors(self._deduplication, {})
+        redacted = {each.task.id: each for each in self._redact(tasks)}
+        sound = [each.task for each in redacted.values() if each.is_open]
         entries = self._entries(sound)
         near, held = self._enter(entries)
         # A burst can include tasks that were judged earlier: they are not among these.
         here = held & redacted.keys()
-        results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
+        results = redacted | {number: replace(redacted[number], held=True) for number in here}
         if any(isinstance(step, Deduplication) for step in self._chain.after):
             # They would be dropped behind the judge, who would be paid for what it has said before.
             hashes = {task.id: task.line["metadata"]["qa_hash"] for task in sound}
             for number, repeats in self._ask(deduplication.accepted_before, near, hashes).items():
-                results[number] = _repetition(results[number].task, repeats)
+                results[number] = self._repetition(results[number].task, repeats)
         return self._run(self._chain.before, results, entries, near)
 
-    def after(self, task: Claimed) -> FilterResult:
+    def after(self, task: Claimed) -> TaskResult:
         """Run the filters after the judge on a task that it accepted."""
-        if not self._chain.after:
-            return FilterResult(task)
-        entries = self._entries([task])
+        entries = self._entries([task]) if self._chain.after else {}
         near = self._ask(deduplication.enter, list(entries.values()), self._threshold) if entries else {}
-        return self._run(self._chain.after, {task.id: FilterResult(task)}, entries, near)[0]
+        return self._run(self._chain.after, {task.id: TaskResult(task)}, entries, near)[0]
 
-    def redact(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+    def _redact(self, tasks: Sequence[Claimed]) -> list[TaskResult]:
         """Remove personal data from tasks that were stored before their chain had a `pii` filter."""
         if (redact := self._chain.redact) is None:
-            return [FilterResult(task) for task in tasks]
-        results: list[FilterResult] = []
+            return [TaskResult(task) for task in tasks]
+        results: list[TaskResult] = []
         changed: dict[int, dict[str, Any]] = {}
         for task in tasks:
             try:
                 line = redact(task.line)
             except Exception as error:
                 # No judge sees this task, since its personal data is unknown; the others are not concerned.
-                results.append(FilterResult(task, passed=False, error=f"filter pii: {type(error).__name__}: {error}"))
+                results.append(TaskResult(task, error=f"filter pii: {type(error).__name__}: {error}"))
                 continue
-            results.append(FilterResult(replace(task, line=line)))
+            results.append(TaskResult(replace(task, line=line)))
             if line != task.line:
                 changed[task.id] = line
         if changed:
@@ -165,24 +149,35 @@ class PreFilter:
     def _run(
         self,
         steps: Sequence[Step],
-        results: dict[int, FilterResult],
+        results: dict[int, TaskResult],
         entries: dict[int, ComparedTask],
         near: dict[int, list[Near]],
-    ) -> list[FilterResult]:
-        """Run the steps in order, each on the tasks that passed those before it."""
+    ) -> list[TaskResult]:
+        """Run the steps in order, each on the tasks that are still open."""
         for step in steps:
-            left = [each.task for each in results.values() if each.passed]
+            left = [each.task for each in results.values() if each.is_open]
             if isinstance(step, LineFilter):
                 for task in left:
                     if self.stop.is_set():
                         raise FilterError("filter tasks", "judging stops", "The tasks wait.", retryable=True)
-                    if not (decision := step.decide(task.line)).kept:
-                        reason = "" if decision.error else f"filter {decision.filter}: {decision.reason}"
-                        results[task.id] = FilterResult(task, passed=False, reason=reason, error=decision.error)
+                    decision = step.decide(task.line)
+                    if decision.error:
+                        results[task.id] = TaskResult(task, error=decision.error)
+                    elif not decision.kept:
+                        results[task.id] = self._rejected(task, f"filter {decision.filter}: {decision.reason}")
             elif left:
                 for number, repeats in self._repeats(step, [entries[task.id] for task in left], near).items():
-                    results[number] = _repetition(results[number].task, repeats)
+                    results[number] = self._repetition(results[number].task, repeats)
         return list(results.values())
+
+    def _repetition(self, task: Claimed, repeats: Repeats) -> TaskResult:
+        how = f"{repeats.method}, {repeats.similarity:.2f}"
+        rejected = self._rejected(task, f"filter deduplication: repeats {repeats.key} ({how})")
+        return replace(rejected, repeats=repeats)
+
+    def _rejected(self, task: Claimed, reason: str) -> TaskResult:
+        verdict = Verdict(Outcome.REJECTED, 0.0, reason=reason)
+        return TaskResult(task, verdict, f"{verdicts.CHAIN}{self._chain.hash}")
 
     def _repeats(
         self, step: Deduplication, entries: Sequence[ComparedTask], near: dict[int, list[Near]]
@@ -217,7 +212,8 @@ class PreFilter:
         return self._ask(compare)
 
     def _vectors(self, step: Deduplication, texts: dict[str, str]) -> dict[str, bytes]:
-        """The embeddings of texts (by hash). Those that are not stored are computed and stored permanently.
+        """The embeddings of texts (by hash). Those that are not stored are computed and stored permanently, first of
+        all those of earlier tasks.
 
         If the length of vectors has changed, another model answers by the same name, and earlier tasks are embedded
         again: vectors of two models cannot be compared. Raises FilterError.
@@ -225,7 +221,11 @@ class PreFilter:
         if step.model is None:
             return {}
         for _ in range(2):
-            known, replaced = self._embed(step.model, step, texts)
+            known: dict[str, bytes] = {}
+            replaced = 0 if self._is_backfilled else self._embed_earlier(step.model, step)
+            if not replaced:
+                known, replaced = self._embed(step.model, step, texts)
+            self._is_backfilled = not replaced
             if not replaced:
                 return known
             log.warning(
@@ -233,8 +233,6 @@ class PreFilter:
                 step.model,
                 replaced,
             )
-            if self._embed_earlier(step.model, step):
-                break
         raise FilterError(
             f"embed questions with {step.model}",
             "the length of its vectors keeps changing: there is more than one model behind it",
@@ -270,13 +268,6 @@ class PreFilter:
                 return removed
         return 0
 
-    def _backfill(self) -> None:
-        """Store fingerprints of tasks from before the chain compared any, and their embeddings by its model."""
-        self.take_in_earlier()
-        step = self._deduplication
-        while step and step.model and (rows := self._ask(deduplication.lacking, step.model, BACKFILL_BATCH)):
-            self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
-
 
 def without_embeddings(chain: Chain) -> Chain:
     """The chain without a filter that calls an embedding model."""
@@ -285,12 +276,6 @@ def without_embeddings(chain: Chain) -> Chain:
         return not isinstance(step, Deduplication) or step.model is None
 
     return replace(chain, before=tuple(filter(is_local, chain.before)), after=tuple(filter(is_local, chain.after)))
-
-
-def _repetition(task: Claimed, repeats: Repeats) -> FilterResult:
-    how = f"{repeats.method}, {repeats.similarity:.2f}"
-    reason = f"filter deduplication: repeats {repeats.key} ({how})"
-    return FilterResult(task, passed=False, reason=reason, repeats=repeats)
 
 
 def _was_filtered(task: Claimed) -> bool:

@@ -17,7 +17,8 @@ from flywheel.daemon.file_round import run_worker
 from flywheel.daemon.forecast import none_free
 from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
 from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
-from flywheel.daemon.rounds.rounds import Rounds, left
+from flywheel.daemon.rounds.round_usage import left
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache
 from flywheel.daemon.rounds.suites import require_grader
 from flywheel.daemon.status import as_json, snapshot
@@ -29,7 +30,7 @@ from flywheel.store.judge_usage import book
 from flywheel.store.kernel.database import Store, read_once
 from flywheel.store.rounds import by_name, live
 from flywheel.store.samples import count_free
-from flywheel.system.signals import StopSignals, unless_cancelled
+from flywheel.system.signals import Stop, unless_cancelled
 from flywheel.training.data.round_progress import read_steps
 
 Beside = Callable[[Path], AbstractAsyncContextManager[None]]
@@ -64,8 +65,8 @@ async def run(
     """Finish the unfinished round, or a new one: of the samples that a round is due for, or that `force` takes, or of
     another trainer's `adapter`, with the data that it was `trained_on`. Returns its entry of `flywheel status`. A
     signal stops it. Raises TrainError and StoppedError."""
-    rounds = Rounds(store, config, rubric_of(config), Deployer(store, config))
-    interruption = StopSignals(config.daemon.drain_seconds)
+    stop = Stop(config.daemon.drain_seconds)
+    rounds = Rounds(store, config, rubric_of(config), Deployer(store, config), stop=stop)
 
     async def train() -> str:
         await rounds.promote_passed()
@@ -90,9 +91,9 @@ async def run(
         await rounds.close()
         return name
 
-    name = await interruption.during(train(), rounds.stop)
-    if interruption.by is not None:
-        raise interruption.error("finish the round", await store.read(left_of_round))
+    name = await stop.during(train())
+    if stop.by is not None:
+        raise stop.error("finish the round", await store.read(left_of_round))
     status = await store.read(snapshot, config)
     entry: dict[str, Any] = as_json(next(each for each in status["rounds"] if each["round"] == name))
     return entry

@@ -104,15 +104,11 @@ class WorkerProcess:
     async def wait(self) -> int | None:
         """Wait for its end; its exit code, or minus the signal's number. None for a worker that an earlier daemon
         started: only a parent gets the exit code."""
-        if self._process is not None:
-            while (code := self._process.poll()) is None:
-                beat()
-                await asyncio.sleep(POLL_SECONDS)
-            return code
-        while _is_worker(self.pid, self.dir):
+        own = self._process
+        while _is_worker(self.pid, self.dir) if own is None else own.poll() is None:
             beat()
-            await asyncio.sleep(ADOPTED_POLL_SECONDS)
-        return None
+            await asyncio.sleep(ADOPTED_POLL_SECONDS if own is None else POLL_SECONDS)
+        return None if own is None else own.returncode
 
     async def stop(self) -> None:
         """Send SIGTERM, and after STOP_SECONDS SIGKILL to its process group."""

@@ -156,6 +156,11 @@ class SwapReport:
     def errors(self) -> tuple[str, ...]:
         return tuple(replica.error for replica in self.replicas if replica.error)
 
+    @property
+    def any_followed(self) -> bool:
+        """Whether a replica has no error."""
+        return any(not replica.error for replica in self.replicas)
+
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -165,12 +170,11 @@ class RollbackError(ServeError):
 
     def __init__(self, report: SwapReport) -> None:
         self.report = report
-        went = any(not replica.error for replica in report.replicas)
         super().__init__(
             f"roll {report.alias} back to {report.target or 'the base model'} on every replica",
             " ".join(report.errors),
             "The others have it. The daemon brings these there when they answer again; without it, roll back again."
-            if went
+            if report.any_followed
             else "Nothing was changed. Mend this and roll back again.",
             retryable=True,
         )
@@ -209,17 +213,34 @@ class OtherVersion:
         return ABTest(AliasTarget(name, path, sha256), self.share, self.salt)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an alias is to stand for on each replica, and what is asked before and while it is brought there."""
+
+    alias: str
+    adapter: AdapterRef | None
+    probe: Probe | None = None
+    other: OtherVersion | None = None
+    check: Check | None = None
+    fence: Fence | None = None
+    proven: Proven | None = None
+
+    @property
+    def versions(self) -> list[tuple[AdapterRef | None, Probe | None]]:
+        return [(self.adapter, self.probe), *([(self.other.adapter, self.other.probe)] if self.other else [])]
+
+
 @dataclass(slots=True)
 class _Step:
     """The progress of the swap on one replica. `serves` is what answers there, in an A/B test the new version;
     `absent` are the versions that were not loaded, and `loaded` those of them that are now."""
 
     replica: Replica
+    wanted: _Wanted
     before: Alias
     target: str
     ab_test: ABTest | None
     serves: str
-    fence: Fence | None
     absent: set[str] = dataclasses.field(default_factory=set)
     loaded: set[str] = dataclasses.field(default_factory=set)
     probe: ProbeFigures | None = None
@@ -239,30 +260,22 @@ class _Step:
         """Whether the version does not serve there yet."""
         return name in self.absent or name not in self.before.versions or name == self.before.missing
 
-    async def load(self, name: str, adapter: AdapterRef, check: Check | None) -> None:
+    async def load(self, name: str, adapter: AdapterRef) -> None:
         if await self.replica.has(name, adapter.path, adapter.sha256):
             return
         self.absent.add(name)
-        if check is not None:
-            await check(adapter)
+        if self.wanted.check is not None:
+            await self.wanted.check(adapter)
         if await self.replica.load(name, adapter.path, adapter.sha256):
             self.loaded.add(name)
 
-    async def point(self, alias: str, adapter: AdapterRef | None, missing: str = "") -> None:
+    async def point(self, missing: str = "") -> None:
+        adapter = self.wanted.adapter
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
-        if self.fence is not None:
-            await self.fence()
-        revision = self.before.revision
-        await self.replica.point(
-            alias,
-            self.target,
-            self.before.target,
-            path,
-            sha256,
-            ab_test=self.ab_test,
-            missing=missing,
-            revision=revision,
-        )
+        if self.wanted.fence is not None:
+            await self.wanted.fence()
+        named, revision = (self.wanted.alias, self.target, self.before.target, path, sha256), self.before.revision
+        await self.replica.point(*named, ab_test=self.ab_test, missing=missing, revision=revision)
         self.serves = next(name for name in self.names if name != missing)
 
     def is_own(self, now: Alias) -> bool:
@@ -303,7 +316,7 @@ async def swap(
     or failed; `check` before an adapter's files are loaded. Raises ServeError, and any exception of `on_state`, after
     everything was restored; the error names what could not be restored.
     """
-    target = _target(alias, adapter)
+    wanted, target = _Wanted(alias, adapter, probe, other, check, fence), _target(alias, adapter)
     steps: list[_Step] = []
 
     async def at_each(call: Callable[[_Step], Coroutine[Any, Any, object]]) -> None:
@@ -312,8 +325,7 @@ async def swap(
 
     try:
         await on_state(DeploymentState.LOADING)
-        preparing = {each: _prepare(each, alias, adapter, other, steps, check, fence) for each in replicas}
-        here = await _present(preparing, has_left)
+        here = await _present({each: _prepare(each, wanted, steps) for each in replicas}, has_left)
         steps[:] = sorted((step for step in steps if step.replica in here), key=lambda step: here.index(step.replica))
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
@@ -323,13 +335,13 @@ async def swap(
         await at_each(_still_there)
         for step in list(steps):
             step.point_tried = True
-            if not await _is_there(step.replica, step.point(alias, adapter), has_left):
+            if not await _is_there(step.replica, step.point(), has_left):
                 steps.remove(step)
         report = SwapReport(alias, target, tuple(step.report() for step in _some(steps)))
         await on_state(DeploymentState.ACTIVE, report)
     except BaseException as error:
         # Shielded: stopping the daemon meanwhile must not leave replicas with different versions.
-        left = await asyncio.shield(_undo(steps, alias))
+        left = await asyncio.shield(_undo(steps))
         await on_state(DeploymentState.FAILED)
         if left and isinstance(error, FlywheelError):
             raise ServeError(error.attempted, f"{error.why}; moreover, {'; '.join(left)}", error.hint) from error
@@ -352,11 +364,8 @@ async def rollback(
     called before the adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that
     did not follow, at the end or when it is stopped while it waits, and what `fence` raises.
     """
-
-    async def go_back(replica: Replica) -> ReplicaReport:
-        return await _restore(replica, alias, adapter, None, None, check, fence=fence, attempts=ROLLBACK_ATTEMPTS)
-
-    going = [asyncio.create_task(go_back(each)) for each in replicas]
+    wanted = _Wanted(alias, adapter, check=check, fence=fence)
+    going = [asyncio.create_task(_restore(each, wanted, ROLLBACK_ATTEMPTS)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -392,10 +401,10 @@ async def reconcile(
     updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
     restored; its report says why, and of an A/B test it serves the version that it has. Must not run during a swap.
     """
+    wanted = _Wanted(alias, adapter, probe, other, check, fence, proven)
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        restored = await _restore(replica, alias, adapter, probe, other, check, proven, fence)
-        return await if_healthy(replica, restored)
+        return await if_healthy(replica, await _restore(replica, wanted))
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -406,67 +415,40 @@ def _unanswered(replica: Replica) -> ReplicaReport:
     return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
 
 
-async def _begin(
-    replica: Replica,
-    alias: str,
-    adapter: AdapterRef | None,
-    other: OtherVersion | None,
-    steps: list[_Step],
-    fence: Fence | None,
-) -> _Step:
-    before = await replica.alias(alias)
-    ab_test = other.ab_test(alias, before.base_model) if other else None
-    target = _target(alias, adapter) or before.base_model
-    steps.append(_Step(replica, before, target, ab_test, before.serves, fence))
+async def _begin(replica: Replica, wanted: _Wanted, steps: list[_Step]) -> _Step:
+    before = await replica.alias(wanted.alias)
+    ab_test = wanted.other.ab_test(wanted.alias, before.base_model) if wanted.other else None
+    target = _target(wanted.alias, wanted.adapter) or before.base_model
+    steps.append(_Step(replica, wanted, before, target, ab_test, before.serves))
     return steps[-1]
 
 
-async def _prepare(
-    replica: Replica,
-    alias: str,
-    adapter: AdapterRef | None,
-    other: OtherVersion | None,
-    steps: list[_Step],
-    check: Check | None,
-    fence: Fence | None,
-) -> None:
-    step = await _begin(replica, alias, adapter, other, steps, fence)
-    versions = [adapter, *([other.adapter] if other is not None else [])]
-    for name, version in zip(step.names, versions, strict=True):
+async def _prepare(replica: Replica, wanted: _Wanted, steps: list[_Step]) -> None:
+    step = await _begin(replica, wanted, steps)
+    for name, (version, _) in zip(step.names, wanted.versions, strict=True):
         if version is not None:
-            await step.load(name, version, check)
+            await step.load(name, version)
 
 
-async def _restore(
-    replica: Replica,
-    alias: str,
-    adapter: AdapterRef | None,
-    probe: Probe | None,
-    other: OtherVersion | None,
-    check: Check | None = None,
-    proven: Proven | None = None,
-    fence: Fence | None = None,
-    attempts: int = 0,
-) -> ReplicaReport:
+async def _restore(replica: Replica, wanted: _Wanted, attempts: int = 0) -> ReplicaReport:
     """Bring one replica to the version, or to both of an A/B test; problems are in the report. A rollback has several
     `attempts`, and sets the alias also if its target stays the same: what others may still send is then refused."""
     steps: list[_Step] = []
     try:
-        step = await _begin(replica, alias, adapter, other, steps, fence)
-        versions = [(adapter, probe), *([(other.adapter, other.probe)] if other else [])]
+        step, adapter = await _begin(replica, wanted, steps), wanted.adapter
         failed: dict[str, ServeError] = {}
-        for name, (version, its_probe) in zip(step.names, versions, strict=True):
+        for name, (version, probe) in zip(step.names, wanted.versions, strict=True):
             try:
                 if version is not None:
-                    await _bring(step, name, version, its_probe, check, proven)
+                    await _bring(step, name, version, probe)
             except ServeError as problem:
                 failed[name] = problem
-        if len(failed) == len(versions):
+        if len(failed) == len(wanted.versions):
             raise failed[step.target]
         # What serves already keeps its share, as without an A/B test. Only a version that is not there is left out.
         missing = next((name for name in failed if step.is_new(name)), "")
         if step.moves or step.before.waiting or step.before.missing != missing or attempts:
-            await step.point(alias, adapter, missing)
+            await step.point(missing)
         if attempts and adapter is not None and await replica.load(step.target, adapter.path, adapter.sha256):
             step.loaded.add(step.target)  # Until now, others may have unloaded it.
         if failed:
@@ -474,17 +456,15 @@ async def _restore(
         return step.report()
     except ServeError as error:
         if isinstance(error, AliasChangedError) and attempts > 1:
-            left = attempts - 1
-            return await _restore(replica, alias, adapter, probe, other, check, proven, fence, left)
-        wanted, serves = (steps[0].target, steps[0].serves) if steps else ("", "")
-        return ReplicaReport.failed(replica.url, error, serves=serves, wanted=wanted)
+            return await _restore(replica, wanted, attempts - 1)
+        target, serves = (steps[0].target, steps[0].serves) if steps else ("", "")
+        return ReplicaReport.failed(replica.url, error, serves=serves, wanted=target)
 
 
-async def _bring(
-    step: _Step, name: str, adapter: AdapterRef, probe: Probe | None, check: Check | None, proven: Proven | None
-) -> None:
+async def _bring(step: _Step, name: str, adapter: AdapterRef, probe: Probe | None) -> None:
     """Load a version on a replica and verify it, if it was not verified since the server started."""
-    await step.load(name, adapter, check)
+    await step.load(name, adapter)
+    proven = step.wanted.proven
     state, instance = (step.replica.url, name), step.before.instance
     if probe is not None:
         # Also if it was loaded before: it may have failed its last verification.
@@ -534,14 +514,15 @@ async def _still_there(step: _Step) -> None:
         )
 
 
-async def _undo(steps: list[_Step], alias: str) -> list[str]:
+async def _undo(steps: list[_Step]) -> list[str]:
     """Restore the previous target on every replica. Returns a description of the failures."""
     left = []
     for step in steps:
         try:
             if step.point_tried:
                 # A change whose response was lost may have taken effect, so ask the server.
-                before, now = step.before, await step.replica.alias(alias)
+                alias, before = step.wanted.alias, step.before
+                now = await step.replica.alias(alias)
                 if (step.moves or before.waiting) and step.is_own(now):
                     saved = before.path, before.sha256, before.waiting, before.ab_test, before.missing
                     with contextlib.suppress(AliasChangedError):  # A rollback has set it since.

@@ -14,6 +14,7 @@ import contextvars
 import hashlib
 import secrets
 import sqlite3
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,6 +66,10 @@ CONFIGURATION_NOTE: Final = "configuration"
 """Key of the note on the configuration file that the state belongs to."""
 ROUND_NOTE: Final = "round"
 """Key of the note that tells `status` why no round starts, or what the live one waits for."""
+
+
+SAME_TIME_NS: Final = 1_000_000_000
+"""Two writes within this time may leave a file with one and the same time."""
 
 
 class _ChangedError(StoreError):
@@ -170,6 +175,7 @@ class Store:
 
     _writing: _StateConnections
     _reading: _StateConnections
+    _path: Path | None = None
 
     @classmethod
     async def open(cls, state_dir: Path, *, busy_ms: int = BUSY_TIMEOUT_MS) -> Self:
@@ -198,6 +204,7 @@ class Store:
         return await cls._migrated(
             _StateConnections(str(path), connect, "BEGIN IMMEDIATE", *pragmas, busy_ms=busy_ms),
             _StateConnections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS, busy_ms=busy_ms),
+            path,
         )
 
     @classmethod
@@ -247,8 +254,10 @@ class Store:
         return await cls._migrated(connections, connections)
 
     @classmethod
-    async def _migrated(cls, writing: _StateConnections, reading: _StateConnections) -> Self:
-        store = cls(writing, reading)
+    async def _migrated(
+        cls, writing: _StateConnections, reading: _StateConnections, path: Path | None = None
+    ) -> Self:
+        store = cls(writing, reading, path)
         try:
             await store.write(migrate)
         except BaseException:
@@ -261,6 +270,27 @@ class Store:
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._reading.run(function, *args, **kwargs)
+
+    def version(self) -> object:
+        """A value that is another one after each commit, by whichever process; None where that cannot be told: just
+        after one, and for copies. Take it before a read: while it stays the same, that read finds the same, except
+        for a commit that the disk takes long to sync: its files are written before, and a read finds it afterwards.
+
+        It looks at the files' times, which costs far less than a read.
+        """
+        if self._path is None:
+            return None
+        files = []
+        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+            try:
+                found = path.stat()
+            except OSError:
+                return None
+            # Times of files are those of the last tick of the kernel: a second write may have the same.
+            if time.time_ns() - found.st_mtime_ns < SAME_TIME_NS:
+                return None
+            files.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        return tuple(files)
 
     async def trial(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function whose writes are undone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, Final
 
 import pytest
@@ -17,8 +18,12 @@ happens."""
 MOMENTS: Final = range(1, ACCESSES + 2)
 
 
+_IS_WORK: ContextVar[bool] = ContextVar("is_work", default=False)
+
+
 class Moment:
-    """Work in a task of its own, which stands still before the access to the state that has this number."""
+    """Work in a task of its own, which stands still before the access to the state that has this number. Accesses of
+    the tasks that it makes count, too."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._number = number
@@ -26,11 +31,13 @@ class Moment:
         self._may_go_on = asyncio.Event()
         for name in ("read", "write"):
             monkeypatch.setattr(Store, name, self._counting(getattr(Store, name)))
+        token = _IS_WORK.set(True)
         self.task = asyncio.create_task(work)
+        _IS_WORK.reset(token)
 
     def _counting(self, access: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def counted(store: Store, *args: Any, **named: Any) -> Any:
-            if asyncio.current_task() is self.task:
+            if _IS_WORK.get():
                 self._accesses += 1
                 if self._accesses == self._number:
                     await self._may_go_on.wait()
@@ -44,9 +51,5 @@ class Moment:
             await until(worker_is_up, "the worker")
         assert not self.task.done()
 
-    async def go_on_beside(self, other: Coroutine[Any, Any, Any], has_begun: Callable[[], Any]) -> Any:
-        """Let the work go on when something else has begun; the result of that."""
-        beside = asyncio.create_task(other)
-        await until(has_begun, "the beginning")
+    def go_on(self) -> None:
         self._may_go_on.set()
-        return await beside

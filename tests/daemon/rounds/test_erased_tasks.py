@@ -42,10 +42,10 @@ async def samples(wheel: Wheel, name: str = "r0001") -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, -1], ids=["of training", "held out"])
-@pytest.mark.parametrize("state", ["planned", "training", "evaluating", "abandoned"])
+@pytest.mark.parametrize(("state", "place"), [("planned", 0), ("training", -1), ("evaluating", 0), ("abandoned", -1)])
 @pytest.mark.parametrize("way", ["cancel", "finish", "command"])
 async def test_a_round_with_an_erased_task_ends_in_each_state(wheel: Wheel, state: str, place: int, way: str) -> None:
+    """The task is one of training (0), or held out (-1)."""
     await wheel.started()
     own = schema.rounds.c.name == "r0001"
     await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).where(own).values(state=state)))
@@ -70,20 +70,6 @@ async def test_a_round_with_an_erased_task_ends_in_each_state(wheel: Wheel, stat
 
 
 @pytest.mark.slow
-async def test_the_worker_of_a_round_with_an_erased_task_is_stopped(
-    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    works(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 600")
-    await wheel.rounds.plan("test")
-    going = asyncio.create_task(wheel.rounds.finish_live())
-    await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()), "its worker")
-    await wheel.store.write(erase, (await samples(wheel))[:1])
-    assert await wheel.rounds.cancel_erased() == "r0001"
-    assert await going is RoundState.FAILED
-    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
-
-
-@pytest.mark.slow
 async def test_a_daemon_that_runs_ends_the_round_and_begins_the_next(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +90,8 @@ async def test_a_daemon_that_runs_ends_the_round_and_begins_the_next(
         await until(lambda: begun(2), "the worker of the next round")
         assert (await wheel.row()).reason == rounds.HAS_ERASED
         assert gone not in await samples(wheel, "r0002")
+        first, _ = (tmp_path / "pids").read_text().split()
+        assert not Path("/proc", first).exists()
     finally:
         service.stop()
         await running
@@ -118,39 +106,22 @@ async def test_a_worker_without_a_daemon_is_stopped(wheel: Wheel) -> None:
         assert process.wait(timeout=60) != 0
 
 
-@pytest.mark.parametrize("is_erased", [True, False])
-async def test_a_round_that_has_tool_results_of_an_erased_task_ends(wheel: Wheel, is_erased: bool) -> None:
-    """They are in its specification, and in the memory of its worker."""
-    directory = await wheel.started()
-    await wheel.store.write(put_more_tasks, 2)
-    every = dict(
-        await wheel.store.read(lambda conn: list(conn.execute(select(schema.tasks.c.id, schema.tasks.c.key))))
-    )
-    of_round = await samples(wheel)
-    other, *rest = (number for number in every if number not in of_round)
-    task = every[other if is_erased else of_round[0]]
-    spec = round_spec(shared=SharedRecordings({"a call": ToolResult("said", task_id=task)}))
-    write_json(directory / SPEC_FILE, spec.model_dump(mode="json"))
-    await wheel.store.write(erase, [other, *rest] if is_erased else [other])
-    assert await wheel.rounds.cancel_erased() == ("r0001" if is_erased else None)
-
-
-async def test_a_specification_that_is_written_after_the_tasks_were_erased_is_looked_at(wheel: Wheel) -> None:
+async def test_a_round_that_has_tool_results_of_an_erased_task_ends(wheel: Wheel) -> None:
+    """They are in its specification, which may be written after the task was erased, and in the worker's memory."""
     directory = await wheel.started()
     await wheel.store.write(put_more_tasks, 1)
     of_round = await samples(wheel)
-    other = select(schema.tasks.c.id, schema.tasks.c.key).where(schema.tasks.c.id.not_in(of_round))
-    number, key = await wheel.store.read(lambda conn: conn.execute(other).first())
-    await wheel.store.write(erase, [number])
-    for made in (
-        None,
-        round_spec(),
-        round_spec(shared=SharedRecordings({"a call": ToolResult("said", task_id=key)})),
-    ):
-        assert await wheel.rounds.cancel_erased() is None
-        if made is not None:
-            write_json(directory / SPEC_FILE, made.model_dump(mode="json"))
-    assert await wheel.rounds.cancel_erased() == "r0001"
+    keys = dict(
+        await wheel.store.read(lambda conn: list(conn.execute(select(schema.tasks.c.id, schema.tasks.c.key))))
+    )
+    [other] = keys.keys() - {*of_round}
+    await wheel.store.write(erase, [other])
+    assert await wheel.rounds.cancel_erased() is None
+    results = [{}, *({"a call": ToolResult("said", task_id=keys[number])} for number in (of_round[0], other))]
+    for found, ended in zip(results, [None, None, "r0001"], strict=True):
+        spec = round_spec(shared=SharedRecordings(found))
+        write_json(directory / SPEC_FILE, spec.model_dump(mode="json"))
+        assert await wheel.rounds.cancel_erased() == ended
 
 
 async def test_a_candidate_that_waits_stays(wheel: Wheel, by_hand: object) -> None:

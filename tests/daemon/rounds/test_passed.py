@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from flywheel.daemon.rounds import rounds as rounds_module
+from flywheel.daemon.rounds import worker_watch
 from flywheel.daemon.rounds.retention import remove_old
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.waiting import waits_for
@@ -22,6 +22,7 @@ from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel import schema
 from flywheel.store.requests import RequestKind
 from flywheel.store.views import lineage
+from flywheel.system.signals import StopReason
 from tests.daemon.rounds.moments import MOMENTS, Moment
 from tests.daemon.rounds.workers import works
 from tests.factories.verdict import put_more_tasks
@@ -101,11 +102,11 @@ async def test_an_approved_candidate_is_deployed_beside_the_worker_of_another_ro
     works(tmp_path, monkeypatch, "exec sleep 600")
     await by_hand.plan("test")
     going = asyncio.create_task(by_hand.finish_live())
-    await until(lambda: by_hand._worker is not None, "the worker")
+    await until(lambda: wheel.trains("r0002"), "the worker")
     await ask(wheel, RequestKind.DEPLOY)
     await by_hand.promote_passed()
     assert await states(wheel) == ["promoted", "training"]
-    await by_hand.stop()
+    by_hand._stop.ask(StopReason.FINISHED)
     await going
 
 
@@ -172,27 +173,34 @@ async def test_a_candidate_whose_files_have_changed_while_it_waited_fails(wheel:
     assert (await wheel.books())["accepted"] == 6 + 2
 
 
+@pytest.mark.parametrize(("name", "ends"), [("r0002", ["failed", "promoted"]), ("r0001", ["promoted", "failed"])])
 async def test_the_promotion_of_one_ends_the_others_that_were_compared_with_the_same(
-    wheel: Wheel, by_hand: Rounds
+    wheel: Wheel, by_hand: Rounds, name: str, ends: list[str]
 ) -> None:
     await passes(wheel, by_hand)
     await wheel.store.write(put_more_tasks, 6)
     await passes(wheel, by_hand)
-    await wheel.deployer.deploy("r0002", BY_HAND)
-    assert await states(wheel) == ["failed", "promoted"]
-    assert (await wheel.row()).reason.endswith("; but it was compared with the base model, and r0002 serves now")
+    await wheel.deployer.deploy(name, BY_HAND)
+    assert await states(wheel) == ends
+    other = await wheel.row({"r0001": "r0002", "r0002": "r0001"}[name])
+    assert other.reason.endswith(f"; but it was compared with the base model, and {name} serves now")
     books = await wheel.books()
     assert (books["consumed"], books["accepted"]) == (6, 6 + 2)
+    due = await by_hand.due()
+    assert due.start, f"it delays no round: {due.reason}"
 
 
-async def test_a_candidate_that_was_overtaken_delays_no_round(wheel: Wheel, by_hand: Rounds) -> None:
+async def test_of_two_that_are_decided_at_once_one_is_promoted(wheel: Wheel, by_hand: Rounds) -> None:
+    """The swap of the other one finds under the lock that it was compared with something else."""
     await passes(wheel, by_hand)
     await wheel.store.write(put_more_tasks, 6)
-    await passes(wheel, by_hand)
-    await wheel.deployer.deploy("r0001", BY_HAND)
-    assert await states(wheel) == ["promoted", "failed"]
-    due = await by_hand.due()
-    assert due.start, due.reason
+    leave_result(wheel, await wheel.started())
+    await asyncio.gather(wheel.rounds.promote_passed(), wheel.rounds.finish_live())
+    ends = dict(zip(["r0001", "r0002"], await states(wheel), strict=True))
+    assert sorted(ends.values()) == ["failed", "promoted"]
+    assert ends[(await wheel.active()).adapter] == "promoted"
+    books = await wheel.books()
+    assert (books["consumed"], books["accepted"]) == (6, 6 + 2)
 
 
 async def test_a_rollback_ends_what_was_compared_with_the_adapter_that_is_rolled_back(
@@ -205,30 +213,6 @@ async def test_a_rollback_ends_what_was_compared_with_the_adapter_that_is_rolled
     await wheel.deployer.rollback()
     assert await states(wheel) == ["promoted", "failed"]
     assert "compared with r0001, and the base model serves now" in (await wheel.row("r0002")).reason
-
-
-async def test_a_candidate_that_was_compared_with_what_serves_no_more_does_not_begin_to_wait(
-    wheel: Wheel, by_hand: Rounds
-) -> None:
-    leave_result(wheel, await wheel.started(), lower=-0.1)
-    assert await wheel.rounds.finish_live() is REJECTED
-    await wheel.store.write(put_more_tasks, 6)
-    leave_result(wheel, await wheel.started())
-    await wheel.deployer.deploy("r0001", BY_HAND)
-    assert await by_hand.finish_live() is FAILED
-    assert "compared with the base model, and r0001 serves now" in (await wheel.row("r0002")).reason
-
-
-async def test_what_serves_is_looked_at_under_the_lock(wheel: Wheel, by_hand: Rounds) -> None:
-    """Another process may have made a swap while this one waited for the lock."""
-    await passes(wheel, by_hand)
-    await wheel.store.write(put_more_tasks, 6)
-    await passes(wheel, by_hand)
-    await wheel.deployer.deploy("r0002", BY_HAND)
-    with pytest.raises(ServeError, match="compared with the base model, and r0002 serves now") as caught:
-        await wheel.deployer.deploy("r0001", "r0001: better", instead_of=None)
-    assert not caught.value.retryable
-    assert (await wheel.active()).adapter == "r0002"
 
 
 def full(*_: object, **__: object) -> None:
@@ -315,14 +299,17 @@ WHY = "its parent r0001 was rolled back"
 async def test_a_round_is_cancelled_at_any_moment_with_its_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     await with_parent(wheel)
     works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
     moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
     await moment.has_come((tmp_path / "pids").exists)
-    cancelled = moment.go_on_beside(wheel.rounds.cancel("r0001", WHY), lambda: wheel.rounds._cancelled)
-    assert await cancelled == "r0002"
+    row = await wheel.row("r0002")
+    cancelling = asyncio.create_task(wheel.rounds.cancel(row, WHY))
+    await until(wheel.rounds._stop_of(row).is_set, "the cancellation")
+    moment.go_on()
+    assert await cancelling == "r0002"
     row = await wheel.row("r0002")
     assert (row.state, row.live, row.reason) == ("failed", None, WHY)
     assert (await wheel.books())["accepted"] == 6 + 2
@@ -340,20 +327,19 @@ async def test_a_round_is_cancelled_in_each_state_without_anyone_who_finishes_it
     await wheel.started()
     own = schema.rounds.c.name == "r0002"
     await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).where(own).values(state=state)))
-    assert await wheel.rounds.cancel("r0001", WHY) == "r0002"
+    assert await wheel.rounds.cancel(await wheel.row("r0002"), WHY) == "r0002"
     assert await wheel.state("r0002") == "failed"
     assert (await wheel.books())["accepted"] == 6 + 2
 
 
-async def test_a_round_of_another_parent_goes_on(wheel: Wheel) -> None:
-    await with_parent(wheel)
-    assert await wheel.rounds.cancel("r0001", WHY) is None
-    await wheel.rounds.plan("test")
-    assert await wheel.rounds.cancel("r0000", WHY) is None
-    assert await wheel.state("r0002") == "planned"
-
-
-async def test_a_round_whose_worker_is_still_being_stopped_ends_no_other(wheel: Wheel) -> None:
-    wheel.rounds._cancelled["r0000"] = WHY
+async def test_a_cancellation_that_comes_late_ends_no_other_round(wheel: Wheel) -> None:
+    """The round ends while whoever cancels it still looks."""
     leave_result(wheel, await wheel.started())
+    row = await wheel.row()
+    assert await wheel.rounds.finish_live() is PROMOTED
+    await wheel.store.write(put_more_tasks, 6)
+    directory = await wheel.started()
+    await wheel.rounds.cancel(row, WHY)
+    assert await states(wheel) == ["promoted", "training"]
+    leave_result(wheel, directory)
     assert await wheel.rounds.finish_live() is PROMOTED

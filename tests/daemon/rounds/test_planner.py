@@ -111,20 +111,16 @@ async def test_a_debug_round_has_the_number_of_prompts_of_its_own(tmp_path: Path
 
 
 async def test_a_step_has_at_most_the_tasks_that_there_are(tmp_path: Path, store: Store) -> None:
+    """Also one of a stage with settings of its own."""
     await store.write(judged, 9, 1)
     config = round_config(tmp_path, training={"prompts_per_step": 240, "group_size": 4})
-    for spec in (await debug_round(store, config), await planned_round(store, config)):
-        assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
-
-
-async def test_a_step_of_a_stage_with_its_own_settings_has_at_most_the_tasks_that_there_are(
-    tmp_path: Path, store: Store
-) -> None:
-    await store.write(judged, 9, 1)
+    spec = await debug_round(store, config)
+    assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
     stages = [{"grpo": {"prompts_per_step": 240}}, {"grpo": {"prompts_per_step": 3}}, "grpo"]
     config = round_config(tmp_path, training={"stages": stages, "prompts_per_step": 8, "group_size": 4})
-    settings = Config.model_validate((await planned_round(store, config)).settings)
-    assert [each.prompts_per_step for each in settings.training.of_grpo] == [9, 3, 8]
+    spec = await planned_round(store, config)
+    settings = Config.model_validate(spec.settings)
+    assert [len(spec.train), *(each.prompts_per_step for each in settings.training.of_grpo)] == [9, 9, 3, 8]
     assert settings.training.stages[1:] == config.training.stages[1:]
 
 
@@ -134,13 +130,6 @@ async def test_a_step_of_a_stage_with_its_own_settings_has_at_most_the_tasks_tha
 )
 def test_a_step_asks_its_prompts_times_oversample_rounded_up(oversample: float, prompts: int, expected: int) -> None:
     assert RolloutSettings(oversample=oversample).prompts_asked(prompts) == expected
-
-
-async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
-    await store.write(judged, 2, 1)
-    await store.write(put_deployed, base_model(tmp_path))
-    spec = await planned_round(store, round_config(tmp_path))
-    assert spec.parent.name == "r0001"
 
 
 async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, store: Store) -> None:

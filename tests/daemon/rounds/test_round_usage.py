@@ -13,7 +13,7 @@ import pytest
 from flywheel.cli.status import facts_of
 from flywheel.config.file import Config
 from flywheel.config.notices import NoticeType
-from flywheel.daemon.rounds.rounds import RoundUsage
+from flywheel.daemon.rounds.round_usage import RoundUsage
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import as_json, snapshot
 from flywheel.errors import TrainError
@@ -57,9 +57,8 @@ async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(w
     file = UsageFile(directory)
 
     def daemon() -> RoundUsage:
-        return RoundUsage(
-            wheel.store, Budget(wheel.config.judge.budget), wheel.config.judge.budget, row.id, directory
-        )
+        judge = wheel.config.judge
+        return RoundUsage(wheel.store, Budget(judge.budget), judge, row.id, directory)
 
     first = daemon()
     await first.settle()
@@ -118,11 +117,9 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
     directory = await wheel.started()
     row = await wheel.store.read(rounds.live)
     assert row is not None
-    limits = Config.model_validate(
-        {"judge": {"budget": {"tokens_per_day": 1000, "tokens_per_run": 5000}}}
-    ).judge.budget
-    budget = Budget(limits)
-    account = RoundUsage(wheel.store, budget, limits, row.id, directory)
+    judge = with_judge(wheel, budget={"tokens_per_day": 1000, "tokens_per_run": 5000}).judge
+    budget = Budget(judge.budget)
+    account = RoundUsage(wheel.store, budget, judge, row.id, directory)
 
     async def lent() -> Allowance:
         await account.settle()
@@ -143,7 +140,7 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
         "judge.budget.tokens_per_run (5,000) is spent; it goes on with the next run",
     )
     # Another daemon is another run.
-    again = RoundUsage(wheel.store, Budget(limits), limits, row.id, directory)
+    again = RoundUsage(wheel.store, Budget(judge.budget), judge, row.id, directory)
     await again.settle()
     assert Allowance.read(directory) == Allowance(
         600, "judge.budget.tokens_per_day (1,000) is spent; it goes on at midnight UTC"

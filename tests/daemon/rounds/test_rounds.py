@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from flywheel import __version__
 from flywheel.config.file import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
-from flywheel.daemon.rounds import worker_process
-from flywheel.daemon.rounds.planner import due, spec_of
+from flywheel.daemon.rounds import worker_process, worker_watch
+from flywheel.daemon.rounds.planner import due
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.records.round import DecisionReason
 from flywheel.records.states import RoundState
@@ -24,6 +25,7 @@ from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.store.kernel import database, schema
 from flywheel.store.views import lineage
 from flywheel.system.files import write_json
+from flywheel.system.signals import StopReason
 from flywheel.training.data import rollout_file
 from flywheel.training.data.round_directory import FORMAT, FORMAT_NUMBER
 from tests.daemon.rounds import workers
@@ -36,24 +38,18 @@ from tests.factories.wheel import Wheel, leave_result
 from tests.waiting import until
 
 
-async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started())
+@pytest.mark.parametrize("early", ["", "three steps had nothing to train"])
+async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(wheel: Wheel, early: str) -> None:
+    leave_result(wheel, await wheel.started(), reason=early)
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     assert (await wheel.books())["consumed"] == 6
     active = await wheel.active()
     assert (active.adapter, active.previous) == ("r0001", None)
     assert active.report["replicas"][0]["probe"] is not None
     assert wheel.server.loaded == {"agent@r0001": str(wheel.config.state_dir / "rounds/r0001/adapter")}
-    row = await wheel.row()
     decision = await wheel.store.read(gate_tests.decision_of, 1)
-    assert (decision.reason_code, decision.reason, decision.min_tasks) == (DecisionReason.BETTER, row.reason, 2)
-
-
-async def test_a_decision_says_that_training_ended_early(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started(), reason="three steps had nothing to train")
-    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    decision = await wheel.store.read(gate_tests.decision_of, 1)
-    assert (await wheel.row()).reason == f"{decision.reason}; three steps had nothing to train"
+    assert (decision.reason_code, decision.min_tasks) == (DecisionReason.BETTER, 2)
+    assert (await wheel.row()).reason == (f"{decision.reason}; {early}" if early else decision.reason)
 
 
 REFUSED = {"outcome": "refused", "adapter": None, "comparison": None, "reason": "no spread"}
@@ -91,19 +87,6 @@ async def test_a_round_whose_worker_died_gives_its_samples_back_and_waits(wheel:
     wanted = await wheel.store.read(due, wheel.config)
     assert not wanted.start
     assert "r0001 failed" in wanted.reason
-
-
-async def test_a_dead_worker_is_started_again_while_attempts_last(wheel: Wheel) -> None:
-    await wheel.started()
-    row = await wheel.store.read(rounds.live)
-    await wheel.store.write(rounds.retry, row.id, RoundState.TRAINING, "its worker died")
-    again = await wheel.store.read(rounds.live)
-    assert (again.state, again.attempt) == ("planned", 2)
-    assert (await wheel.books())["reserved"] == 6
-    spec = await wheel.store.read(spec_of, again, wheel.config, wheel.rounds._rubric)
-    assert spec.attempt == 2
-    assert len(spec.train) == 6
-    assert {task.task_id for task in spec.train}.isdisjoint(task.task_id for task in spec.held_out)
 
 
 async def test_an_adapter_that_does_not_answer_as_it_was_measured_is_not_deployed(wheel: Wheel) -> None:
@@ -168,22 +151,23 @@ async def test_a_server_that_can_load_no_adapter_just_now_delays_the_swap_until_
     await wheel.books()
 
 
-async def test_a_key_that_is_not_set_delays_the_swap(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("serving", "why"),
+    [
+        ({"admin_key_env": "MY_KEY"}, "MY_KEY, which is not set"),
+        ({"urls": ["http://127.0.0.1:9"]}, "cannot be reached"),
+    ],
+)
+async def test_a_swap_that_cannot_be_tried_is_delayed_and_leaves_no_deployment(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, serving: dict[str, Any], why: str
+) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     leave_result(wheel, await wheel.started())
-    keyed = Deployer(wheel.store, with_settings(wheel.config, serving={"admin_key_env": "MY_KEY"}))
-    with pytest.raises(ServeError, match="MY_KEY, which is not set"):
-        await wheel.others(wheel.config, keyed).finish_live()
-    assert await wheel.state() == "evaluating"
-    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-
-
-async def test_a_server_that_is_away_for_long_leaves_no_deployment_for_each_try(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started())
-    away = Deployer(wheel.store, with_settings(wheel.config, serving={"urls": ["http://127.0.0.1:9"]}))
+    deployer = Deployer(wheel.store, with_settings(wheel.config, serving=serving))
     for _ in range(3):
-        with pytest.raises(ServeError, match="cannot be reached"):
-            await wheel.others(wheel.config, away).finish_live()
+        with pytest.raises(ServeError, match=why):
+            await wheel.others(wheel.config, deployer).finish_live()
+        assert await wheel.state() == "evaluating"
     assert list(await wheel.store.read(deployments.history, "agent", 9)) == []
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
 
@@ -208,14 +192,18 @@ async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
     assert (await wheel.books())["consumed"] == 6
 
 
-async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+async def test_a_candidate_neither_waits_nor_is_promoted_over_what_it_was_not_compared_with(
+    wheel: Wheel, mode: str
+) -> None:
+    own = wheel.others(with_settings(wheel.config, gate={"mode": mode}))
     leave_result(wheel, await wheel.started(), lower=-0.1)
     assert await wheel.rounds.finish_live() is RoundState.REJECTED
     await wheel.store.write(put_more_tasks, 6)
     directory = await wheel.started()
     leave_result(wheel, directory)
     await wheel.deployer.deploy("r0001", "by hand")
-    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert await own.finish_live() is RoundState.FAILED
     assert (await wheel.active()).adapter == "r0001"
     assert "compared with the base model, and r0001 serves now" in (await wheel.row("r0002")).reason
     assert (await wheel.books())["accepted"] == 12 + 2
@@ -244,29 +232,6 @@ async def test_rollback_goes_back_to_what_served_before_and_forth_again(wheel: W
     assert ((active := await wheel.active()).adapter, active.previous) == (None, "r0001")
     target, _ = await wheel.deployer.rollback()
     assert target == "r0001"
-
-
-async def test_a_server_that_forgot_its_adapter_gets_it_back(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started())
-    await wheel.rounds.finish_live()
-    loaded = dict(wheel.server.loaded)
-    wheel.server.loaded.clear()
-    report = await wheel.deployer.reconcile()
-    assert report.changed
-    assert wheel.server.loaded == loaded
-    report = await wheel.deployer.reconcile()
-    assert not report.changed
-
-
-async def test_a_tampered_or_unknown_adapter_is_refused_by_hand_too(wheel: Wheel) -> None:
-    directory = await wheel.started()
-    leave_result(wheel, directory, lower=-1)
-    await wheel.rounds.finish_live()
-    with pytest.raises(ServeError, match="no such adapter"):
-        await wheel.deployer.deploy("r0099", "by hand")
-    (directory / "adapter" / "weights").write_text("tampered")
-    with pytest.raises(ServeError, match="not those that were evaluated"):
-        await wheel.deployer.deploy("r0001", "by hand")
 
 
 async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
@@ -309,14 +274,15 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
 async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
     moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
     await moment.has_come((tmp_path / "pids").exists)
-    await moment.go_on_beside(wheel.rounds.stop(), wheel.rounds._stopping.is_set)
-    # What is cut off now, as the daemon does at its end, has nothing left to do.
+    wheel.rounds._stop.ask(StopReason.SIGNAL)
+    # The daemon cancels at its end what still runs.
     moment.task.cancel()
+    moment.go_on()
     await asyncio.wait([moment.task])
     row = await wheel.store.read(rounds.live)
     assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
@@ -331,7 +297,7 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
 async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_adopted(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     going_on, pids = tmp_path / "go-on", tmp_path / "pids"
     script = f"while [ ! -e {going_on} ]; do sleep 0.05; done"
@@ -339,9 +305,10 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
     await wheel.rounds.plan("test")
     moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
     await moment.has_come((tmp_path / "pids").exists)
-    await moment.go_on_beside(wheel.rounds.stop(detach=True), wheel.rounds._detaching.is_set)
-    moment.task.cancel()
-    await asyncio.wait([moment.task])
+    wheel.rounds._stop.detaches = True
+    wheel.rounds._stop.ask(StopReason.SIGNAL)
+    moment.go_on()
+    assert await moment.task is None
     row = await wheel.row()
     assert (row.state, row.attempt) == (("training", 1) if row.pid else ("planned", 1))
     going = asyncio.create_task(wheel.others(wheel.config).finish_live())
@@ -350,6 +317,27 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
     # Neither stopped nor started a second time.
     started = [int(pid) for pid in pids.read_text().split()]
     assert started == ([row.pid] if row.pid else started[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "state"), [(REFUSES, "evaluating"), ("kill -TERM $$", "planned")])
+async def test_a_stop_that_comes_just_after_the_end_of_a_worker_loses_no_result(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, state: str
+) -> None:
+    """A worker may also have ended of the signal that the daemon has got."""
+    works(tmp_path, monkeypatch, end)
+    await wheel.rounds.plan("test")
+    follow = worker_watch.WorkerWatch.follow
+
+    async def followed(*args: Any) -> int | None:
+        code = await follow(*args)
+        wheel.rounds._stop.ask(StopReason.SIGNAL)
+        return code
+
+    monkeypatch.setattr(worker_watch.WorkerWatch, "follow", followed)
+    assert await wheel.rounds.finish_live() is None
+    row = await wheel.row()
+    assert (row.state, row.attempt, row.pid) == (state, 1, None)
 
 
 @pytest.mark.slow
@@ -362,6 +350,36 @@ async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
         works(tmp_path, monkeypatch, REFUSES)
         assert await wheel.rounds.finish_live() is RoundState.REJECTED
         assert stray.wait(120) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_be_recorded_does_not_go_on(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would stop it with the daemon."""
+    works(tmp_path, monkeypatch, "exec sleep 600")
+    await wheel.rounds.plan("test")
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def started(*args: Any, **named: Any) -> subprocess.Popen[bytes]:
+        workers.append(popen(*args, **named))
+        return workers[-1]
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        popen = subprocess.Popen
+        patch.setattr(worker_process.subprocess, "Popen", started)
+        patch.setattr(rounds_module, "move", full)
+        with pytest.raises(StoreError):
+            await wheel.rounds.finish_live()
+    [worker] = workers
+    try:
+        assert await wheel.state() == "planned"
+        assert worker.poll() == -signal.SIGTERM
+    finally:
+        worker.kill()
 
 
 async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
@@ -400,18 +418,6 @@ async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_aga
 
 
 @pytest.mark.slow
-async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
-    directory = await wheel.started()
-    caplog.set_level("INFO")
-    with stray_worker(directory) as left:
-        await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
-        going = asyncio.create_task(wheel.rounds.finish_live())
-        adopted = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
-        await until(lambda: adopted in caplog.messages, "the adoption")
-    assert await going is RoundState.FAILED
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("version", "ends"), [(__version__, False), ("0.0.1", True)])
 async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     wheel: Wheel,
@@ -423,7 +429,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     ends: bool,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"version": version, FORMAT: FORMAT_NUMBER})
@@ -433,6 +439,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
         going = asyncio.create_task(wheel.rounds.finish_live())
         # A worker is watched once it has been asked to end.
         await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
+        assert f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted" in caplog.messages
         assert (directory / "end-at-checkpoint").exists() is ends
         error = {"error": "cannot go on with the round: it was asked to end", "hint": "", "retryable": ends}
         write_json(directory / "error.json", error)
@@ -448,7 +455,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
 ) -> None:
     """A further worker could not go on with them, so that the work would be lost."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"tasks": "0" * 64, "version": "0.0.1"})
@@ -471,7 +478,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
 @pytest.mark.slow
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
-    monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_watch, "WATCH_SECONDS", 0.05)
     rounds_of = wheel.others(with_settings(wheel.config, daemon={"round_timeout_seconds": 3.0}))
     paused = '{"phase": "training", "paused": "the judge is away"}'
     works(tmp_path, monkeypatch, f"echo '{paused}' > $3/progress.json; sleep 6; {REFUSES}")

@@ -69,7 +69,7 @@ async def test_a_rollback_ends_the_round_that_goes_on_from_the_adapter(
     works(tmp_path, monkeypatch, "exec sleep 600")
     await watched.plan("test")
     going = asyncio.create_task(watched.finish_live())
-    await until(lambda: watched._worker is not None, "the worker")
+    await until(lambda: wheel.trains("r0002"), "the worker")
     watch = PromotionWatch(wheel.store, config_of(wheel), wheel.deployer)
     traffic = Watched(wheel.store, config_of(wheel), replies=1000)
     for _ in range(15):

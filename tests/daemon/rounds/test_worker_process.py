@@ -54,13 +54,6 @@ def test_the_workers_own_words_are_passed_on(tmp_path: Path) -> None:
     assert not caught.value.retryable
 
 
-def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
-    (tmp_path / "worker.log").write_text("starting\nKilled by the kernel\n\n")
-    with pytest.raises(TrainError, match="Killed by the kernel") as caught:
-        result_of(tmp_path)
-    assert caught.value.retryable
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "died"),
@@ -99,20 +92,23 @@ def test_the_result_wins_over_everything(tmp_path: Path) -> None:
     assert result_of(tmp_path) == result
 
 
+TORN = "result.json cannot be read"
+
+
 @pytest.mark.parametrize(
-    "written", ['{"round_id": "r0001", "outcome": "trained", "of_tomorrow": 1}', '{"round_id":', ""]
+    ("name", "written", "why"),
+    [
+        ("result.json", '{"round_id": "r0001", "outcome": "trained", "of_tomorrow": 1}', TORN),
+        ("result.json", '{"round_id":', TORN),
+        ("result.json", "", TORN),
+        *(("error.json", written, "its worker died") for written in ("[]", "{}", "3", '"text"')),
+    ],
 )
-def test_a_result_of_another_version_or_a_torn_one_starts_the_round_again(tmp_path: Path, written: str) -> None:
-    (tmp_path / "result.json").write_text(written)
-    with pytest.raises(TrainError, match=r"result\.json cannot be read") as caught:
-        result_of(tmp_path)
-    assert caught.value.retryable
-
-
-@pytest.mark.parametrize("written", ["[]", "{}", "3", '"text"'])
-def test_an_error_that_says_nothing_is_a_worker_that_died(tmp_path: Path, written: str) -> None:
-    (tmp_path / "error.json").write_text(written)
-    with pytest.raises(TrainError, match="its worker died") as caught:
+def test_a_result_of_another_version_and_a_torn_one_start_the_round_again(
+    tmp_path: Path, name: str, written: str, why: str
+) -> None:
+    (tmp_path / name).write_text(written)
+    with pytest.raises(TrainError, match=why) as caught:
         result_of(tmp_path)
     assert caught.value.retryable
 

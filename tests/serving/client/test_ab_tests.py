@@ -98,15 +98,6 @@ async def test_a_rollback_ends_an_ab_test(ab_test: Fleet, name: str | None) -> N
         assert (await each.alias("agent")).ab_test is None
 
 
-async def test_the_base_model_can_be_the_other_version(fleet: Fleet) -> None:
-    base = OtherVersion(None, None, 0.5, "salt")
-    await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, fleet.on_state, base)
-    assert set(await answers(fleet.replicas[0].url)) == {BASE, NEW}
-    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, other=base)
-    assert not report.changed
-    assert not report.errors
-
-
 @pytest.mark.slow
 async def test_an_ab_test_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Path) -> None:
     app = FakeVllm({BASE: PROBE.second.base})

@@ -147,14 +147,6 @@ async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
     assert await fleet.answers() == [BASE, BASE]
 
 
-async def test_a_dead_replica_does_not_keep_the_others_from_going_back(fleet: Fleet) -> None:
-    await fleet.swap()
-    async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
-        with pytest.raises(ServeError, match=r"roll agent back to agent@r0001.*127\.0\.0\.1:9"):
-            await rollback([dead, *fleet.replicas], "agent", fleet.ref("r0001"))
-    assert await fleet.answers() == [OLD, OLD]
-
-
 async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> None:
     await fleet.swap()
     for each in fleet.replicas:
@@ -211,20 +203,6 @@ async def test_a_server_that_forgot_is_brought_back(fleet: Fleet) -> None:
     again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert not again.changed
     assert not again.errors
-
-
-async def test_a_server_that_came_back_with_wrong_weights_is_not_pointed_at_them(fleet: Fleet) -> None:
-    fleet.apps[0].weights[fleet.paths["r0002"]] = PROBE.second.base
-    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
-    assert await fleet.answers() == [OLD, NEW]
-    assert "prove agent@r0002" in report.errors[0]
-
-
-async def test_reconcile_reports_a_dead_server_and_goes_on(fleet: Fleet) -> None:
-    async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
-        report = await reconcile([dead, *fleet.replicas], "agent", fleet.ref("r0002"), None)
-    assert await fleet.answers() == [NEW, NEW]
-    assert "cannot be reached" in report.replicas[0].error
 
 
 def with_parent(step: float) -> Probe:

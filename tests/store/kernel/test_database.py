@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import sqlite3
 import subprocess
 import sys
@@ -349,3 +350,36 @@ async def test_a_state_that_cannot_be_looked_for_is_named(tmp_path: Path) -> Non
     for look in (Store.view, Store.copy):
         with pytest.raises(StoreError, match=r"look at the state database .*state\.dir"):
             await look(there)
+
+
+def aged(directory: Path) -> None:
+    """Set the times of the state's files back, as if nothing had been written for a minute."""
+    for path in directory.glob("state.db*"):
+        found = path.stat()
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns - 60 * 10**9))
+
+
+async def test_every_commit_changes_the_version_of_the_state_and_no_read_does(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path)
+    try:
+        await store.write(record, 1)
+        # A second commit may leave the same times and sizes.
+        assert store.version() is None
+        aged(tmp_path)
+        before = store.version()
+        assert before is not None
+        await store.read(count)
+        assert store.version() == before
+        other = await Store.open(tmp_path)
+        try:
+            await other.write(record, 2)
+            assert store.version() is None
+            aged(tmp_path)
+            assert store.version() not in (None, before)
+        finally:
+            await other.close()
+    finally:
+        await store.close()
+    empty = await Store.empty()
+    assert empty.version() is None
+    await empty.close()
