@@ -196,7 +196,7 @@ def _replaced(page: str, heading: str, body: Iterable[str]) -> str:
 def _states() -> Iterator[str]:
     yield "These states are in lists and in JSON output; those of tasks are on [monitor](../operate/monitor.md)."
     for kind in states.TRANSITIONS:
-        if kind not in (states.RequestState, states.DeploymentState, states.TaskState):
+        if kind not in (states.RequestState, states.TaskState):
             said = _docstrings(states, kind.__name__)
             yield from ("", f"{_sentence(kind.__doc__).removesuffix('.')}:", "")
             yield from (f"- `{state.value}`: {' '.join(said[state.name].split())}" for state in kind)

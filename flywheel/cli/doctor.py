@@ -88,6 +88,7 @@ def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
 
 def show_plan(path: Path | None, *, as_json: bool) -> None:
     """Print the memory and the judging that the configuration at `path` needs."""
+    from flywheel.daemon.checkup import LESS_FOR_SERVER
     from flywheel.daemon.resource_plan import plan_of
 
     config = load_config(path)
@@ -101,19 +102,24 @@ def show_plan(path: Path | None, *, as_json: bool) -> None:
         f"weights {_bytes(model.weight_bytes)}; cache of a token {_bytes(model.cache_bytes)};"
         f" adapter of rank {config.training.lora.r} {UNKNOWN if adapter is None else f'{adapter:,} weights'}"
     )
-    rows: list[tuple[str, ...]] = [
-        ("model", config.model.base, about),
-        ("gpu", "", ", ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus) or "none is used here"),
-    ]
+    if model.weight_bytes is None:
+        about += (
+            f"\nits files are not on this machine: `hf download {config.model.base}`, or set model.base to a folder"
+        )
+    elif None in (model.cache_bytes, model.adapter_weights):
+        about += f"\nwhat is {UNKNOWN} does not follow from the config.json of this kind of model"
+    there = ", ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus) or "none is used here"
+    if found.conflict:
+        there += f"\n{found.conflict}\n→ {LESS_FOR_SERVER}"
+    rows: list[tuple[str, ...]] = [("model", config.model.base, about), ("gpu", "", there)]
     for name, memory in (("server", found.server), ("engine", found.engine), ("trainer", found.trainer)):
         rows.append((name, _bytes(memory.total), _memory_text(memory)))
     if not found.judging:
         rows.append(("judging", UNKNOWN, "the state has no verdict of a judge yet; see `flywheel filter --estimate`"))
     for name, used in found.judging.items():
         answers = f"a {name}, at most {quantity(used['answers'], 'answer')}" if name == "round" else "1,000 tasks"
-        rows.append(
-            ("judging", "", f"{answers}: {estimated(used)}, as in the last {quantity(used['learned_from'], 'call')}")
-        )
+        text = f"{answers}: {estimated(used)}, as in the last {quantity(used['learned_from'], 'call')}"
+        rows.append(("judging", "", text + ("" if used["cost"] else f"; cost {UNKNOWN} without judge.prices")))
     print_facts(rows)
 
 

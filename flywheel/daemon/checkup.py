@@ -538,6 +538,11 @@ def list_gpus() -> list[Gpu]:
     return [Gpu(name, int(memory)) for name, _, memory in lines]
 
 
+LESS_FOR_SERVER: Final = (
+    'Set serving.extra_args: [--gpu-memory-utilization, "0.4"], or CUDA_VISIBLE_DEVICES for each.'
+)
+
+
 def examine_gpu(config: Config) -> Finding:
     """Whether the GPUs have memory for the engines of a round, and for the server beside them."""
     rollout, gpus = config.rollout, list_gpus() if version_of("vllm") is not None else []
@@ -554,14 +559,23 @@ def examine_gpu(config: Config) -> Finding:
     if why := why_too_small(share, memory, weight_bytes(config.model.base), parallel):
         raise TrainError(f"place the engines on {text}", why, LARGER_SHARE)
     found = _ok(text, gpus=len(gpus), memory_bytes=memory)
-    server = server_share(config)
-    # By default server and round both use the first GPU.
-    if _is_local(config) and "CUDA_VISIBLE_DEVICES" not in os.environ and server + share > 1:
-        shared = "it" if len(gpus) == 1 else "the first"
-        text = f"{text}: the server takes {server:g} of {shared} and a rollout engine {share:g}, which is more than 1"
-        remedy = 'Set serving.extra_args: [--gpu-memory-utilization, "0.4"], or CUDA_VISIBLE_DEVICES for each.'
-        return replace(found, result=Result.WARNING, text=text, remedy=remedy)
+    if why := overbooked(config, len(gpus), share):
+        return replace(found, result=Result.WARNING, text=f"{text}: {why}", remedy=LESS_FOR_SERVER)
     return found
+
+
+def overbooked(config: Config, gpus: int, engine: float) -> str:
+    """Why a server of this machine and an engine with this share cannot be on a GPU together; empty if they can."""
+    server = server_share(config)
+    if not is_beside_rounds(config) or server + engine <= 1:
+        return ""
+    shared = "it" if gpus == 1 else "the first"
+    return f"the server takes {server:g} of {shared} and a rollout engine {engine:g}, which is more than 1"
+
+
+def is_beside_rounds(config: Config) -> bool:
+    """Whether the server is on the first GPU of this machine, as rounds are: by default both use it."""
+    return _is_local(config) and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def server_share(config: Config) -> float:

@@ -115,9 +115,9 @@ class RoundState(StrEnum):
     PROMOTED = "promoted"
     """its adapter was shown to be better and is deployed"""
     REJECTED = "rejected"
-    """its adapter was not shown to be better, or was, and nobody wanted it"""
+    """its adapter was not shown to be better, or was, and nobody wanted it; or training was aborted and left none"""
     FAILED = "failed"
-    """it ended with an error, or was refused"""
+    """it ended with an error"""
     ABANDONED = "abandoned"
     """its worker died; it is planned again while attempts last"""
 

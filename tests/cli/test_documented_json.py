@@ -44,6 +44,7 @@ def config(flywheel: Run, tmp_path: Path) -> Path:
         ("label", ["label", "{task}", "accept"]),
         ("labels", ["labels"]),
         ("doctor", ["doctor"]),
+        ("doctor --plan", ["doctor", "--plan"]),
         ("backup", ["backup", "copy"]),
         ("filter", ["filter", "--dry-run", "--limit", "1"]),
     ],

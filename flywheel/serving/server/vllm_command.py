@@ -129,6 +129,15 @@ def chat_template(arguments: Sequence[str]) -> str | None:
     return _value(arguments, "--chat-template")
 
 
+def gpus_of_server(extra_args: Sequence[str]) -> int:
+    """How many GPUs vLLM divides the model among with these arguments."""
+    found = 1
+    for name, short in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")):
+        value = _value(extra_args, name) or _value(extra_args, short) or ""
+        found *= int(value) if value.isdigit() and int(value) else 1
+    return found
+
+
 def _value(arguments: Sequence[str], name: str) -> str | None:
     """The value of an argument, the last one if it is given twice; None without it."""
     found = None
