@@ -341,10 +341,11 @@ class CallPuller:
 
     @property
     def _have_all_failed(self) -> bool:
-        """Whether there is no server but those that failed and are asked again later."""
+        """Whether there is no server but those that failed and are asked again later. A name may have others now."""
         now = time.monotonic()
         rests = {url for url, (failures, at) in self._failures.items() if failures and now < at}
-        return bool(self._entries) and self._entries.keys() <= rests
+        is_fixed = not any(map(is_name, self._entries.values()))
+        return is_fixed and bool(self._entries) and self._entries.keys() <= rests
 
     async def erase(self, request_ids: Collection[str]) -> int:
         """Erase calls from the copy, and from every server at the next pull that reaches it. Returns how many were in
