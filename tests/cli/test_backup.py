@@ -75,7 +75,7 @@ def test_what_is_in_it_and_what_is_said(flywheel: Run, config: Path, tmp_path: P
     assert restored.code == 0, restored.err
     first, source, kept = restored.out.splitlines()
     assert first.startswith(f"{tmp_path}/state is as it was at ")
-    assert source == f"{tmp_path}/studio.sqlite: 0 replies that the state does not have"
+    assert source == f"{tmp_path}/studio.sqlite: 0 replies that are not in the restored state"
     assert kept.startswith(f"the configuration of the backup is in {tmp_path}/backup/current/configuration")
 
 

@@ -114,7 +114,7 @@ def test_a_container_is_refused_a_worker_that_outlives_the_daemon(
     monkeypatch.setattr(service, "in_container", lambda: True)
     monkeypatch.setattr(service.Service, "recover", started)
     config = due_config(daemon={"on_stop": "detach", "metrics": None})
-    flywheel("run", "-c", config).fails(EXIT_CONFIG, "daemon.on_stop is detach, and this is a container")
+    flywheel("run", "-c", config).fails(EXIT_CONFIG, "daemon.on_stop: detach has no effect in a container")
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("mixed", True), ("process", False), ("", False)])

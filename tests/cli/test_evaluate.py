@@ -259,7 +259,7 @@ def test_a_run_that_was_ended_by_its_endpoint_goes_on(
     endpoint.reply = lambda *_: says("good: \\boxed{1}")
     ran = evaluate()
     assert ran.code == 0, ran.err
-    assert "goes on with the answers of an earlier run" in ran.err
+    assert "reusing the answers of an earlier run" in ran.err
     assert "30 accepted" in ran.out
     # At most those that were in flight are asked again.
     assert len(endpoint.requests) - asked <= 30 - judged + 3

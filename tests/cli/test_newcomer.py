@@ -155,7 +155,7 @@ def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, c
     config.write_text("state: {dir: elsewhere}\nsources: []\n")
     ran = flywheel(*command, "-c", config)
     assert ran.code == 0
-    assert f"there is no state at {tmp_path}/elsewhere/state.db" in " ".join((ran.out + ran.err).split())
+    assert f"no state at {tmp_path}/elsewhere/state.db" in " ".join((ran.out + ran.err).split())
     assert "balanced" not in ran.out
     assert "right" not in ran.out
     told = flywheel(*command, "--json", "-c", config).json

@@ -361,7 +361,7 @@ async def test_what_waits_for_an_entry_is_sent_after_its_url_is_corrected(
     await (await begun(store, configured(tmp_path, *after))).deliver()
     assert webhook.subjects() == told
     lines = [line for line in caplog.messages if "dropped" in line]
-    assert lines == (["2 notices dropped: the entry of `notify` that they waited for is not there any more"]
+    assert lines == (["2 notices dropped: their entry of `notify` was removed"]
                      if dropped else [])  # fmt: skip
 
 

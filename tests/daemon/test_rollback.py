@@ -382,5 +382,5 @@ def test_servers_are_rolled_back_before_the_state_can_be_written(
     for thread in threads:
         thread.join()
     assert (ran.code, ran.out) == (0, "agent is now r0001\n")
-    assert "rolled back before it is recorded" in ran.err
+    assert "rolling back the servers first" in ran.err
     assert flywheel("status", "-c", config, "--json").json["deployment"]["adapter"] == "r0001"

@@ -418,7 +418,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
         assert not (directory / "end-at-checkpoint").exists()
         (directory / "result.json").write_text(workers.REFUSED)
     assert await going is RoundState.REJECTED
-    assert "its worker is of version 0.0.1, and goes on: its files have another format" in caplog.text
+    assert "its worker of version 0.0.1 keeps running: its files have another format" in caplog.text
     assert not (directory / "started-again").exists()
     assert {each["step"] for each in rollout_file.rollouts(directory)} == {1, 2}
 

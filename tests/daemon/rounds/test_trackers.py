@@ -105,7 +105,7 @@ async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
     assert made.steps == 2
     assert len((tmp_path / "round" / "metrics.jsonl").read_text().splitlines()) == 2
     [warning] = [record.getMessage() for record in caplog.records if "trackio" in record.getMessage()]
-    assert warning.startswith("tune is not wholly sent to trackio: ")
+    assert warning.startswith("tune was only partly sent to trackio: ")
     assert ("no answer for 8 s" if wrong == "hangs" else "a reason") in warning
 
 
