@@ -459,7 +459,7 @@ async def test_a_command_that_fails_is_run_again(
     assert len((tmp_path / "out").read_text().splitlines()) == 2
     missing = await begun(store, configured(tmp_path, {"command": "/not/there", "on": EVERY}))
     await store.write(letter, "t-2")
-    with pytest.raises(NotifyError, match="notify /not/there: /not/there is no program"):
+    with pytest.raises(NotifyError, match="notify /not/there: /not/there is not an executable"):
         await missing.deliver()
 
 

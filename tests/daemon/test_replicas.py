@@ -38,7 +38,7 @@ from tests.waiting import until
 
 R1, R2 = "agent@r0001", "agent@r0002"
 KEY = "a-key-of-administrators"
-WAITS = {"agent": "the daemon has not confirmed what it stands for"}
+WAITS = {"agent": "the daemon has not set its adapter yet"}
 
 
 class Pods:

@@ -251,7 +251,7 @@ async def test_a_later_rollback_ends_an_earlier_one(gated: tuple[Fleet, Gate]) -
     await until(late.arrived.is_set, "the earlier one")
     await own.deployer.rollback("base")
     late.opened.set()
-    with pytest.raises(StoreError, match="something else has ended it"):
+    with pytest.raises(StoreError, match="another process has ended it"):
         await earlier
     assert (late.status, await own.targets()) == (409, [BASE])
     assert await own.active() == (None, "r0002")
