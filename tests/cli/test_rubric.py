@@ -73,7 +73,11 @@ examples:
             "below the threshold",
         ),
         ("id: r\ncriteria: [{id: a, value: x, required: true, weight: 0}, {id: b, value: x}]", "2:54", "weight 0"),
-        ("id: r\ncriteria: [{id: a, value: x, required: true, weight: -2}, {id: b, value: x}]", "2:54", "take away"),
+        (
+            "id: r\ncriteria: [{id: a, value: x, required: true, weight: -2}, {id: b, value: x}]",
+            "2:54",
+            "cannot have a negative weight",
+        ),
         (
             "id: r\nthreshold: 0.2\ncriteria: [{id: a, value: x, required: true, choices: {p: 0, q: 0.3}}]",
             "3:55",

@@ -115,7 +115,7 @@ async def proven(probe: Probe, measured: np.ndarray, base: np.ndarray) -> tuple[
                 assert figures.passed
                 why = ""
             except ServeError as error:
-                assert (error.condition == Condition.WRONG_WEIGHTS) is ("cannot tell" not in str(error))
+                assert (error.condition == Condition.WRONG_WEIGHTS) is ("cannot distinguish" not in str(error))
                 why = str(error)
     return app.calls.count("POST /v1/completions"), why
 
