@@ -125,7 +125,7 @@ def filter_tasks(
         bool,
         typer.Option(
             "--rejudge",
-            help="Judge again what another rubric or judge has decided, and rerun the rubric's functions.",
+            help="Also judge again what another rubric or judge decided, and rerun the rubric's functions.",
         ),
     ] = False,
     against: Annotated[

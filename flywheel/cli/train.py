@@ -89,7 +89,7 @@ def train_on(
     warmup: Annotated[float | None, typer.Option(help="Share of steps (below 1) for learning-rate warm-up.")] = None,
     num_samples: Annotated[int | None, typer.Option(min=4, help="Rollouts per prompt.")] = None,
     beta: Annotated[
-        float | None, typer.Option(help="KL penalty: how strongly the model is kept near its starting point.")
+        float | None, typer.Option(help="KL strength: how closely the model is kept to its starting point.")
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of prompt and reply together.")
