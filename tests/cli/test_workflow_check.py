@@ -442,9 +442,9 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
         (
             "keeps_beside_the_time",
             "differs in one process",
-            ["differs also in fresh processes, by the time", "Hello again"],
+            ["differs in fresh processes, too (time", "Hello again"],
         ),
-        ("by_chance", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
+        ("by_chance", "differs in fresh processes", ["differs in fresh processes, too (time, chance"]),
         ("through_a_file", "differs in fresh processes", ["This is run 1", "This is run 4"]),
     ],
 )
