@@ -78,7 +78,10 @@ def test_a_worker_that_is_left_by_one_daemon_is_adopted_by_the_next(
 
         log = tmp_path / "second.log"
         daemon = start(config, log)
-        wait_for(lambda: f"(process {pid}) is adopted" in log.read_text(), "the adoption")
+        wait_for(
+            lambda: f"resuming with the worker of an earlier daemon (process {pid})" in log.read_text(),
+            "the adoption",
+        )
         go_on.touch()
         wait_for(lambda: "r0001 is rejected: no spread" in log.read_text(), "its result")
         assert stop(daemon, signal.SIGTERM) == 0

@@ -496,7 +496,7 @@ def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: 
     assert "no HTTP URL" in evaluate(url="localhost:8000").err
     nothing = bench("evaluate", "--model", "r0009", "--benchmark", bench.folder / "tasks.jsonl")
     assert nothing.code == EXIT_CONFIG
-    assert "no folder, no adapter in the state and no alias" in nothing.err
+    assert "no folder, alias or adapter of the state" in nothing.err
     missing = bench("evaluate", "--model", "base", "--benchmark", "nowhere.jsonl")
     assert missing.code == EXIT_CONFIG
     assert "nowhere.jsonl" in missing.err

@@ -387,7 +387,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
         going = asyncio.create_task(wheel.rounds.finish_live())
         # A worker is watched once it has been asked to end.
         await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
-        assert f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted" in caplog.messages
+        assert f"r0001: resuming with the worker of an earlier daemon (process {left.pid})" in caplog.messages
         assert (directory / "end-at-checkpoint").exists() is ends
         error = {"error": "cannot go on with the round: it was asked to end", "hint": "", "retryable": ends}
         write_json(directory / "error.json", error)

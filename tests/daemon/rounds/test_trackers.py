@@ -244,7 +244,7 @@ async def test_two_processes_of_a_round_that_fail_are_one_warning_and_a_decision
         made.end(tmp_path / "r0001", tracking, {"outcome": outcome})
         await made.close()
     assert len(started) == 3
-    warnings = [each.getMessage() for each in caplog.records if "not wholly sent to mlflow" in each.getMessage()]
+    warnings = [each.getMessage() for each in caplog.records if "only partly sent to mlflow" in each.getMessage()]
     assert len(warnings) == 1
 
 
