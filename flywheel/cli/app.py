@@ -213,7 +213,7 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         callback=_give,
         expose_value=False,
-        help="One setting, above the file, such as judge.model=MODEL: a dotted path and a YAML value. Repeatable.",
+        help="Override one setting: a dotted path and a YAML value, such as judge.model=MODEL. Repeatable.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -302,7 +302,7 @@ def _require_sources(config: Config, attempted: str, why: str) -> None:
     """Raises ConfigError if nobody said what to read, in a file or by options."""
     is_set = _command.get() in NEEDS_SETTINGS and given_settings()
     if config.file is None and "sources" not in config.model_fields_set and not is_set:
-        hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
+        hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or change to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, f"there is no configuration: {why}", hint)
 
 
@@ -363,23 +363,20 @@ def absolute(path: Path) -> Path:
 
 
 def missing_state(config: Config) -> str:
-    """That there is no state where the configuration says, and what that can mean; empty if there is one."""
+    """That there is no state where the configuration says; empty if there is one."""
     from flywheel.cli.tables import short_path
     from flywheel.store.kernel.database import STATE_FILE, is_missing
 
     if not is_missing(config.state_dir):
         return ""
     path = short_path(config.state_dir / STATE_FILE)
-    return (
-        f"there is no state at {path}: nothing was read yet, or it is kept elsewhere "
-        "(by another configuration, user or $FLYWHEEL_HOME)"
-    )
+    return f"no state at {path}: run `flywheel ingest` first, or check state.dir and $FLYWHEEL_HOME"
 
 
 def require_state(config: Config, attempted: str) -> None:
     """Raises StoreError if there is no state: a command would create one in the wrong place."""
     if missing := missing_state(config):
-        hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
+        hint = "If another configuration has the state, name that one with -c."
         raise StoreError(attempted, missing, hint)
 
 
@@ -448,9 +445,8 @@ def _owned(conn: Connection, config: Config) -> str:
             if os.path.realpath(load(Path(owner)).state_dir) == os.path.realpath(config.state_dir):
                 state, owner = short_path(config.state_dir), short_path(owner)
                 return (
-                    f"warning: the state {state} belongs to the configuration {owner}, and {short_path(own)} uses it"
-                    " too: the replies of both are judged and trained on together. To keep them apart, set"
-                    " state: {dir: state} in one of them."
+                    f"warning: {short_path(own)} shares the state {state} with {owner}: replies of both are judged"
+                    " and trained on together. To separate them, set state: {dir: state} in one of them."
                 )
     database.note(conn, database.CONFIGURATION_NOTE, own)
     return ""

@@ -87,12 +87,12 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
         lines.append(
             f"{each.path}: {each.error}"
             if each.error
-            else f"{each.path}: {quantity(newer, 'reply', 'replies')} that the state does not have"
+            else f"{each.path}: {quantity(newer, 'reply', 'replies')} that are not in the restored state"
         )
     if any(each.not_read_yet or each.missing for each in sources):
         lines.append("`flywheel ingest`, or the daemon, reads them.")
     if kept.is_dir():
-        lines.append(f"the configuration of the backup is in {short_path(kept)}; it was not put in its place")
+        lines.append(f"the configuration of the backup is in {short_path(kept)}; your configuration was not changed")
     for line in lines:
         print(escape_terminal(line, one_line=True))
 

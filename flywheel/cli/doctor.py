@@ -36,7 +36,7 @@ def doctor(
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Instead, estimate the GPU memory of server and rounds, and what judging takes and costs."
+            "--plan", help="Instead, estimate the GPU memory of server and rounds, and the time and cost of judging."
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -55,12 +55,12 @@ def evaluate(
         str,
         typer.Option(
             metavar="MODEL",
-            help="Model to evaluate: base, an alias, an adapter such as r0007, the folder of an adapter or a model,"
-            " or with --base-url the name of a model there.",
+            help="Model to evaluate: `base`, an alias, a round (r0007), a local folder, or (with"
+            " --base-url) a remote model name.",
         ),
     ],
     benchmark: Annotated[
-        str, typer.Option(metavar="held-out|FILE", help="The tasks: those that the gate uses, or a file.")
+        str, typer.Option(metavar="held-out|FILE", help="Tasks: the held-out tasks of the gate, or a file.")
     ],
     base_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible endpoint that serves the model.")
@@ -97,7 +97,7 @@ def evaluate(
     junit: JunitOption = None,
     summary: SummaryOption = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Estimate the judge's calls, tokens and cost, and ask nobody.")
+        bool, typer.Option("--estimate", help="Estimate the judge's calls, tokens and cost without calling it.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     config: ConfigOption = None,
@@ -170,7 +170,7 @@ async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:
     if evaluation.is_known and not quiet:
         complain(f"{evaluation.model.name}: measured before, in {short_path(str(evaluation.directory))}")
     elif evaluation.goes_on and not quiet:
-        complain(f"{evaluation.model.name}: it goes on with the answers of an earlier run")
+        complain(f"{evaluation.model.name}: reusing the answers of an earlier run")
     file, prices = UsageFile(evaluation.directory), evaluation.settings.judge.prices
     read, sent, received = 0, 0, 0
 
@@ -184,7 +184,10 @@ async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:
 
     drawing = progress_bars.of_round(evaluation.directory, quiet=quiet, name=evaluation.model.name, more=cost_so_far)
     async with progress_bars.beside(drawing):
-        attempted, left = f"evaluate {evaluation.model.name}", "The same command goes on with its answers."
+        attempted, left = (
+            f"evaluate {evaluation.model.name}",
+            "Run the same command again: it reuses the answers so far.",
+        )
         return await unless_cancelled(evaluation.run(), attempted, left)
 
 

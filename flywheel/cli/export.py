@@ -36,9 +36,7 @@ from flywheel.training.data.export_formats import FORMATS, Format, FormatName, S
 def export(
     name: Annotated[
         FormatName,
-        typer.Option(
-            "--format", help="The trainer that the file is for; `csv` and `parquet` are tables for analysis."
-        ),
+        typer.Option("--format", help="Trainer that reads the file; `csv` and `parquet` are tables for analysis."),
     ],
     config: ConfigOption = None,
     out: Annotated[
@@ -51,7 +49,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     state: Annotated[
         States | None,
-        typer.Option(help="State of the tasks. Default: accepted, used in a round or not; of a table, all."),
+        typer.Option(help="State of the tasks. Default: accepted (tables: all), whether used in a round or not."),
     ] = None,
     split: Annotated[Splits | None, typer.Option(help="Split of the tasks. Default: train; of a table, all.")] = None,
     margin: Annotated[

@@ -116,7 +116,7 @@ def filter_tasks(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Judge every row of this task file instead of the sources: no state is read or made.",
+            help="Judge every row of this task file instead of the sources. No state is read or created.",
             readable=False,
         ),
     ] = None,
@@ -125,7 +125,7 @@ def filter_tasks(
         bool,
         typer.Option(
             "--rejudge",
-            help="Also judge tasks that another rubric or judge has decided, and run functions of the rubric again.",
+            help="Also judge again what another rubric or judge decided, and rerun the rubric's functions.",
         ),
     ] = False,
     against: Annotated[
@@ -138,9 +138,7 @@ def filter_tasks(
     ] = None,
     against_judge: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="Compare with this judge, at the same endpoint, as --against does with a rubric."
-        ),
+        typer.Option(metavar="MODEL", help="Compare with this judge model at the same endpoint, like --against."),
     ] = None,
     fail_under: FailUnderOption = None,
     confidence: ConfidenceOption = None,
@@ -324,7 +322,7 @@ def _confirm() -> None:
     # The event loop's own handler would not interrupt the question.
     use_default(signal.SIGINT)
     try:
-        if not typer.confirm("No round could train on what is judged. Ask the judge anyway?", err=True):
+        if not typer.confirm("No round could train on these tasks. Call the judge anyway?", err=True):
             raise typer.Exit(EXIT_FAILED)
     finally:
         signal.signal(signal.SIGINT, before)

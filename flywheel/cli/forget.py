@@ -25,13 +25,13 @@ from flywheel.store.erasures import Kind
 from flywheel.system.terminal import escape_terminal, quantity
 
 OUT_OF_REACH: Final = (
-    "Flywheel cannot erase: what the sources themselves have (Studio's database, files), weights that were"
-    " trained on it, backups (a restore erases it again), exports, what webhooks, Langfuse and trackers were sent,"
-    " published adapters."
+    "Flywheel cannot erase the originals in the sources (Studio's database, files), trained weights, exports,"
+    " published adapters, and data sent to webhooks, Langfuse or trackers. Backups keep the texts; a restore erases"
+    " them again."
 )
 UNFINISHED: Final = {
-    "open": "Another flywheel has the state. The daemon, or this command again, erases it; nothing takes it now.",
-    "erased": "Erased, not yet purged: another process reads an older state. The daemon goes on; run it again.",
+    "open": "Not erased yet: another process uses the state. The daemon or a rerun erases it; no round uses it.",
+    "erased": "Erased, not yet purged: another process reads an older state. The daemon retries; or run it again.",
 }
 
 
@@ -57,10 +57,10 @@ def forget(
     if service is not None and conversation is None:
         raise typer.BadParameter("it goes with --conversation", param_hint="--service")
     if block and user is None:
-        raise typer.BadParameter("a conversation is always blocked; it goes with --user", param_hint="--block")
+        raise typer.BadParameter("--block needs --user: a conversation is always blocked", param_hint="--block")
     if subject in NO_CONVERSATION:
         raise typer.BadParameter(
-            f"{subject!r} stands for unrelated conversations without an id", param_hint="--conversation or --user"
+            f"{subject!r} is shared by unrelated conversations without an id", param_hint="--conversation or --user"
         )
     settings = load_config(config)
     require_state(settings, "erase a conversation")
@@ -108,10 +108,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"rounds that used it: {', '.join(found['rounds'])}"
     yield from found["advice"]
     for name in found["unprovable"]:
-        yield f"{name} cannot be proven on a server any more: its probe had these texts"
+        yield f"{name} cannot pass a weight check any more: its probe contained these texts"
     for url, count in found["pending"].items():
-        yield f"{url} could not be asked: {quantity(count, 'call')} there are erased when it can be reached"
+        yield f"{url} did not answer: {quantity(count, 'call')} there will be erased when it does"
     for folder in found["backups"]:
-        yield f"the backup in {folder} could not be reached: a restore from there would bring it back"
+        yield f"the backup in {folder} could not be reached: a restore from it would bring the texts back"
     if found["state"] != "found":
         yield from filter(None, (UNFINISHED.get(found["state"]), OUT_OF_REACH))

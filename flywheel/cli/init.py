@@ -105,7 +105,7 @@ def _answers(options: dict[str, str | None], directory: Path, *, asks: bool) -> 
             continue
         answer, kept = typer.prompt(question, default=default, value_proc=checked), ""
         while name == "judge" and answer != kept and _lacks_model(answer):
-            doubt = f"No model is named after the URL: {JUDGE.partition(' ')[2]} would be asked"
+            doubt = f"no model after the URL: {JUDGE.partition(' ')[2]} would be used"
             typer.echo(f"{doubt}. Press Enter to keep it, or give another answer.")
             kept, answer = answer, typer.prompt(question, default=answer, value_proc=checked)
         answers[name] = answer

@@ -83,7 +83,7 @@ def labels(
     by: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Only labels by this person; with import, who labelled lines that do not say so."
+            metavar="NAME", help="Only labels by this person. import: the labeller of lines that name none."
         ),
     ] = None,
     criterion: Annotated[
@@ -103,17 +103,17 @@ def labels(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="With import: annotations with this name rate the whole reply, others the criterion of their name.",
+            help="import: annotations with this name rate the whole reply, others the criterion with their name.",
         ),
     ] = "",
     accept_from: Annotated[
         float | None,
-        typer.Option(metavar="X", help="With import: annotations with at least this score accept, others reject."),
+        typer.Option(metavar="X", help="import: annotations with at least this score accept; others reject."),
     ] = None,
     also: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KIND", help="With import: also take annotations by this kind of annotator, such as LLM or API."
+            metavar="KIND", help="import: also take annotations by this kind of annotator, such as LLM or API."
         ),
     ] = None,
     as_json: JsonOption = False,

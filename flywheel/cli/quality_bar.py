@@ -22,7 +22,7 @@ ConfidenceOption = Annotated[
         min=0.5,
         max=0.999999,
         metavar="LEVEL",
-        help="The one-sided lower bound of the share (Wilson) must reach --fail-under, at this level.",
+        help="Confidence level: the lower bound of the share (Wilson, one-sided) must reach --fail-under.",
     ),
 ]
 MaxUndecidedOption = Annotated[
@@ -32,7 +32,7 @@ MaxUndecidedOption = Annotated[
         min=0,
         max=1,
         metavar="SHARE",
-        help="Exit 100 if a larger share is left undecided. With --fail-under, half by default.",
+        help="Exit 100 if a larger share is undecided (ungraded). Default with --fail-under: 0.5.",
     ),
 ]
 JunitOption = Annotated[

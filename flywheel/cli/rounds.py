@@ -57,7 +57,7 @@ def train_round(
     ] = None,
     trained_on: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --adapter: the data that it was trained on."),
+        typer.Option(metavar="FILE", help="With --adapter: the file with its training data."),
     ] = None,
     target: TargetOption = None,
     as_json: JsonOption = False,
@@ -69,9 +69,9 @@ def train_round(
     from flywheel.training.data.rollout_file import in_short
 
     if trained_on is not None and adapter is None:
-        raise typer.BadParameter("it is the data of an adapter: give --adapter", param_hint="--trained-on")
+        raise typer.BadParameter("--trained-on needs --adapter", param_hint="--trained-on")
     if adapter is not None and (debug or force):
-        raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
+        raise typer.BadParameter("--adapter trains nothing: leave out --debug and --force", param_hint="--adapter")
     settings = load_config(config)
     expected = None
     if adapter is None:

@@ -121,7 +121,7 @@ def _show(report: dict[str, Any]) -> None:
     report = escape_terminal(report)
     text = quantity(report["judged"], "reply", "replies")
     if report["left_out"]:
-        text += f", {quantity(report['left_out'], 'line')} without an answer or a verdict excluded"
+        text += f", {quantity(report['left_out'], 'line')} excluded: no answer or no verdict"
     console.print(f"rubric {report['rubric']} judged by {report['judge']}: {text}")
     rows = [
         Row((f"human: {label}", str(row["accepted"]), str(row["rejected"])))
@@ -136,12 +136,12 @@ def _show(report: dict[str, Any]) -> None:
         console.print(f"Cohen's kappa {kappa['value']:.2f}{interval}")
     console.print(
         f"agreement {report['agreement']:.0%}; accepted: human {base:.0%}, judge {report['judge_rate']:.0%};"
-        f" a constant verdict would agree on {max(base, 1 - base):.0%}"
+        f" always giving the same verdict would agree on {max(base, 1 - base):.0%}"
     )
     if (pairs := report["consistency"]["pairs"]) is not None:
         console.print(
-            f"over {report['repeats']} repeats the judge agrees with itself on {pairs:.0%} of pairs,"
-            f" and in all repeats on {report['consistency']['unanimous']:.0%} of replies"
+            f"consistency over {report['repeats']} repeats: {pairs:.0%} of pairs of verdicts agree;"
+            f" {report['consistency']['unanimous']:.0%} of replies got the same verdict in all"
         )
     for each in report["undecided"]:
         console.print(f"undecided: {each['name']}: {each['error']}")

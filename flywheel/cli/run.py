@@ -69,7 +69,7 @@ def _pages(config: Path | None, port: int) -> Iterator[None]:
         yield
     finally:
         if process.poll() is not None:
-            log.error("flywheel web had ended with exit code %d", process.returncode)
+            log.error("flywheel web ended early, with exit code %d", process.returncode)
         process.terminate()
         try:
             process.wait(WEB_STOP_SECONDS)

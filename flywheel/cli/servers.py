@@ -33,7 +33,7 @@ def web(
     token = _token(must=not is_loopback(host), host=host)
     settings = load_config(config)
     if missing := missing_state(settings):
-        complain(f"{missing}. The pages say what to do, and show the state when it is there.")
+        complain(f"{missing}. The pages say what to do, and show the state once it exists.")
     tune_process()
     from flywheel.system.server_limits import LOCAL_NAMES
     from flywheel.system.web_server import bound_socket

@@ -259,7 +259,7 @@ def _round_lines(story: dict[str, Any]) -> Iterator[str]:
         replayed = "  replayed" if sample["replayed"] else ""
         yield f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}{replayed}"
     if released := story["released"]:
-        yield f"released {quantity(released, 'sample')} of its pool: others have a higher loss, or differ more"
+        yield f"released {quantity(released, 'sample')} of its pool: it took others, by their loss or diversity"
     yield from (f"excluded {task}: {reason}" for task, reason in story["left_out"].items())
 
 

@@ -361,7 +361,7 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if diff["accepted"]["tasks"]:
         console.print(accepted_shares(diff))
     others = {
-        "a filter or a person decided them, or they are held or dead": diff["left_aside"],
+        "decided by a filter or a person, held, or a dead letter": diff["left_aside"],
         "--limit or a stop came first": diff["not_reached"],
     }
     for why, number in others.items():

@@ -161,7 +161,7 @@ def decide(
 
 
 for _verb, _help in (
-    ("release", "Pass held tasks on to the filters and the judge; they are not held again."),
+    ("release", "Send held (quarantined) tasks to the filters and the judge; they are not held again."),
     ("reject", "Reject held tasks."),
 ):
     tasks_app.command(_verb, help=_help)(decide)

@@ -86,12 +86,10 @@ def train_on(
         int | None, typer.Option(min=1, help="Examples, or prompts of GRPO, per optimizer step.")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    warmup: Annotated[
-        float | None, typer.Option(help="Share of all steps in which the learning rate rises, below 1.")
-    ] = None,
+    warmup: Annotated[float | None, typer.Option(help="Share of steps (below 1) for learning-rate warm-up.")] = None,
     num_samples: Annotated[int | None, typer.Option(min=4, help="Rollouts per prompt.")] = None,
     beta: Annotated[
-        float | None, typer.Option(help="How near the model is kept to the one that it starts from.")
+        float | None, typer.Option(help="KL strength: how closely the model is kept to its starting point.")
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of prompt and reply together.")
@@ -116,7 +114,7 @@ def train_on(
     report = _report(ready, made)
     rows = report["rows"]
     if rows["left_out"] > rows["trained"]:
-        print_error(f"flywheel: more rows are left out ({rows['left_out']:,}) than trained on ({rows['trained']:,})")
+        print_error(f"flywheel: more rows were skipped ({rows['left_out']:,}) than trained on ({rows['trained']:,})")
     if as_json:
         print_json(report)
     else:

@@ -52,7 +52,7 @@ def check(
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model to ask. Default: the aliases.")] = None,
     answers: Annotated[
-        int, typer.Option(min=0, help="How many accepted answers the judge (`rollout.reward_function`) gets at most.")
+        int, typer.Option(min=0, help="Maximum number of accepted answers for the judge (`rollout.reward_function`).")
     ] = 200,
     as_json: JsonOption = False,
 ) -> None:

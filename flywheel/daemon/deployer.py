@@ -55,7 +55,7 @@ AB_TEST_SLOTS = 3
 """Slots that a swap needs during an A/B test: for both versions and the next one."""
 GRACE_SECONDS = 0.3
 """How long a rollback waits until the process that swaps has taken its swap back."""
-NO_PROBE = "its round left no probe that could prove it"
+NO_PROBE = "its round stored no probe for the weight check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ class Deployer:
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
             why = await self._store.read(rounds.why_unprovable, row.id)
-            raise ServeError(attempted, why or NO_PROBE, "Deploy another adapter. A rollback to it needs no proof.")
+            raise ServeError(
+                attempted, why or NO_PROBE, "Deploy another adapter. A rollback to this one needs no weight check."
+            )
         probe = _probe(row, attempted)
 
         async def deployed(found: list[Replica], fence: Fence) -> SwapReport:
@@ -165,7 +167,7 @@ class Deployer:
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             servers = await ask(found, self._alias, self._has_left)
             if ab_test is not None and serves == adapter:
-                raise ServeError(attempted, "it serves already, and an alias has an A/B test between two versions")
+                raise ServeError(attempted, "it serves already, and an A/B test needs two different versions")
             recorded = {"other": serves, **asdict(ab_test)} if ab_test is not None else None
             other = await self._store.read(_other, recorded)
             await self._make_room(servers, adapter, fence)
@@ -361,9 +363,11 @@ class Deployer:
             raise _unknown(attempted)
         if not deployments.has_served(conn, self._alias, target):
             raise ServeError(
-                attempted, f"{target} has never served", f"Use `flywheel deploy {target}`, which proves it first."
+                attempted,
+                f"{target} has never served",
+                f"Use `flywheel deploy {target}`, which checks its weights first.",
             )
-        hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
+        hint = f"`flywheel deploy {target}` checks its weights first; `--to base` needs no check."
         self._check_base(row, attempted, hint)
         return _ref(row)
 

@@ -66,7 +66,7 @@ def used_for(conn: Connection, found: Touched) -> dict[str, Any]:
     adapters = erased_samples.affected(conn, found.tasks)
     held_out = erased_samples.held_out_uses(conn, found.tasks)
     clean = erased_samples.last_clean(conn, adapters)
-    gates = [f"{each.round}: {quantity(each.tasks, 'task')} in its gate, which trained nothing" for each in held_out]
+    gates = [f"{each.round}: {quantity(each.tasks, 'task')} in its gate, not in training" for each in held_out]
     return {
         "adapters": [each.as_json() for each in adapters],
         "held_out": [each._asdict() for each in held_out],
@@ -95,7 +95,7 @@ def report_of(found: Touched, **parts: Any) -> dict[str, Any]:
 def shares(services: Mapping[str, int]) -> str:
     """How many traces each service has of a conversation, with what erases those of one."""
     of_each = [f"{name or 'not known'} ({quantity(count, 'trace')})" for name, count in services.items()]
-    return f"{', '.join(of_each)}; --service NAME takes those of one, and those of none that is known"
+    return f"{', '.join(of_each)}; --service NAME selects one service, and traces without a service"
 
 
 async def forget(
@@ -123,7 +123,9 @@ async def forget(
             kind, conversation, subject = Kind.SERVICE, subject, erasures.in_service(subject, service)
             if services and service not in services and not await store.read(erasures.has_begun, kind, subject):
                 attempted = f"erase what {service} has of {conversation}"
-                raise UnknownServiceError(attempted, f"it has no trace of the conversation; {shares(services)}")
+                raise UnknownServiceError(
+                    attempted, f"the service has no trace of the conversation; {shares(services)}"
+                )
         found = await eraser.find(kind, subject)
         others = await store.read(erasures.others_in_traces, found)
         tell(others)
@@ -334,7 +336,7 @@ class Place(NamedTuple):
 
 PLACES: Final = (
     Place(
-        "copies of a Studio database, of a data set or of a backup that killed processes left",
+        "copies of Studio databases, data sets or backups that killed processes left behind",
         (f"{PREFIX}*/**", f"{DATA_SETS}/{PREFIX}*/**", f"{backup.RESTORING}/**"),
         Eraser.erase_left,
     ),

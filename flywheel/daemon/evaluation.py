@@ -127,7 +127,7 @@ def model_named(
     if conn is None or row is None:
         raise ConfigError(
             attempted,
-            "there is no folder, no adapter in the state and no alias of this name",
+            "no folder, alias or adapter of the state has this name",
             f"Name one of them, `{BASE}`, or with --base-url the name that an endpoint has for its model."
             f" Aliases: {', '.join(config.aliases)}.",
         )
@@ -162,7 +162,7 @@ def held_out_tasks(conn: Connection, config: Config, limit: int | None) -> Bench
     ids = samples.held_out(conn, limit or config.gate.max_tasks, config.takes.gate)
     found = round_tasks(conn, [], ids, config)
     if not found.held_out:
-        why = "no held-out task is judged, and asked by the gate"
+        why = "the gate has no judged held-out task"
         raise ConfigError("evaluate on held-out tasks", why, "Collect and judge more traces, or name a file.")
     return Benchmark(HELD_OUT, tuple(found.held_out), found.shared_gate)
 

@@ -155,7 +155,7 @@ class Report:
             found.append(f"{quantity(len(failed), 'answer')} failed and counted 0; {first}")
         if left_out := self.answers.left_out:
             task, why = next(iter(left_out.items()))
-            found.append(f"{quantity(len(left_out), 'task')} cannot be asked; the first, {task}: {why}")
+            found.append(f"{quantity(len(left_out), 'task')} cannot be used; the first, {task}: {why}")
         return found
 
     def json(self) -> dict[str, Any]:

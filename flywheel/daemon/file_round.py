@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
-_CONTEXT: Final = "its messages have the weight 0, as calls without arguments have"
+_CONTEXT: Final = "all its messages have the weight 0 (as calls without arguments do)"
 _TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
-RELEASED: Final = "others of its pool have a higher loss, or differ more (training.coreset)"
-NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
+RELEASED: Final = "the round took others of its pool, by their loss or diversity (training.coreset)"
+NOT_COMPARED: Final = "not compared with the starting model: there is no rubric to grade answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def spec_of(
     if not train:
         why = f"all of {names.data} is left out: {in_one_clause(read.left_out)}"
         of = f"those of {names.held_out}, of suites, and of a class without a weight"
-        raise ConfigError(names.attempted, why, f"Name other tasks: {of} are not trained on.")
+        raise ConfigError(names.attempted, why, f"Name other tasks: {of} are never trained on.")
     if settings.training.replay is not None:
         log.warning("training.replay: without effect: a file has no earlier rounds")
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
@@ -194,7 +194,7 @@ def refuse_in_rollout(attempted: str) -> None:
     """Raises ConfigError in a process that runs the user's workflow: it may load a file that trains when it is
     loaded, and would start a round in each rollout."""
     if MARK in os.environ:
-        why = "it is called again while a rollout loads the file of the workflow"
+        why = "a rollout that loads the workflow's file would call it again"
         raise ConfigError(attempted, why, 'Call it below `if __name__ == "__main__":`.')
 
 
@@ -340,7 +340,7 @@ async def run_worker(
     """
     worker = next(iter(await asyncio.to_thread(WorkerProcess.strays, directory)), None)
     if worker is not None and is_of(directory, spec):
-        log.info("%s: the worker of an earlier command (process %d) is adopted", spec.round_id, worker.pid)
+        log.info("%s: resuming with the worker of an earlier command (process %d)", spec.round_id, worker.pid)
     else:
         worker = await WorkerProcess.start(directory, spec, prepare, python=python or trainer_python(None))
     try:
@@ -372,7 +372,7 @@ def read_tasks(
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
         if stages == {"dpo"} and not compares and row.worse is None:
-            why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
+            why = f"line {row.number}: it lacks `chosen` or `rejected`, and there is no rubric to grade rollouts"
             raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
         task = read.add(row, task_of(row, config), file)
         if lacks_reply:

@@ -126,10 +126,10 @@ def none_free(conn: Connection, config: Config) -> tuple[str, str]:
     ]
     why = "; ".join(("no sample is free", *left_out))
     if waiting:
-        return why, f"Wait for {quantity(waiting, 'task')} that rounds could take, still to be judged."
+        return why, f"Wait: {quantity(waiting, 'task')} that rounds could take must still be judged."
     return (
         why,
-        "No task that rounds could take is to be judged: change what leaves tasks out, or collect more traces.",
+        "No unjudged task could be used by a round: change the settings that exclude tasks, or collect more traces.",
     )
 
 

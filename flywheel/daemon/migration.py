@@ -149,7 +149,7 @@ def _of_file(file: Path, folder: Path, *, has_backbone: bool) -> Migration:
         document = read_yaml(file, attempted, "Name a configuration of another program.", keys_once=True)
         raw = values_of(document, attempted)
     if not isinstance(raw, Mapping) or not (found := translate(raw, file, fits=False)).program:
-        why = "it has no key of AgentJet, ASTuner, Trinity-RFT or SAGE"
+        why = "none of its keys is one of AgentJet, ASTuner, Trinity-RFT or SAGE"
         raise ConfigError(attempted, why, "Flywheel's own files are used with `-c FILE`.")
     written = None if document is None else document.value
     places = {numbered(row.use): row.place for row in found.rows if row.sets and row.place}
@@ -247,9 +247,9 @@ def _secrets(settings: Any, written: Any, places: Mapping[str, str], above: str 
         is_secret = without_secrets(value, str(key)) != value or masked(value) != value
         if isinstance(value, str | list) and (is_secret or (is_webhook and "${" in raw)):
             names = ", ".join(f"${name}" for name in VARIABLE.findall(raw))
-            why = f"`{place}` has a key or a password, and such are not written"
+            why = f"`{place}` contains a key or a password, which are never written to files"
             key_of_name = "`url_env`" if is_webhook else "a key that ends in `_env`"
-            hint = f"Name its variable in {key_of_name}, or remove it here and add it to what is written."
+            hint = f"Name its variable in {key_of_name}, or remove it here and add it to the written file."
             yield Row(place, names or REDACTED, "refused", why=why, hint=hint)
 
 
@@ -306,7 +306,7 @@ def _filters(raw: Mapping[str, Any], written: Any, config: Config, folder: Path)
         if key:
             named = VARIABLE.findall(str(_at(written, f"{place}.api_key")))
             name = variable_of(key, named) or params.get("api_key_env", "OPENAI_API_KEY")
-            params["api_key_env"], why = name, f"files have no keys: ${name} is to have it"
+            params["api_key_env"], why = name, f"keys are not written to files: put it into ${name}"
             rows.append(Row(f"{place}.api_key", f"${name}", "replaced by", f"api_key_env in {CHAIN}", name, why))
         chain["filters"][at] = {**given, "params": params}
     return {**parts, CHAIN: chain}, rows

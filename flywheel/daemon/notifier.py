@@ -133,7 +133,7 @@ async def resume(store: Store, config: Config) -> None:
     """Find the position of each entry of `notify`, before its target begins."""
     if dropped := await store.write(notices.resume, config.notify):
         log.warning(
-            "%s dropped: the entry of `notify` that they waited for is not there any more",
+            "%s dropped: their entry of `notify` was removed",
             quantity(dropped, "notice"),
         )
 
@@ -143,7 +143,7 @@ class NoticeTarget(Target):
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
         self._settings = settings
-        hint = "It is tried again; correct the entry of `notify`, or the receiver."
+        hint = "It is retried; correct the entry of `notify`, or the receiver."
         super().__init__(store, f"notify {self}", hint)
         self._alias = "+".join(config.aliases)
         self._web_url = config.deploy.web_url.rstrip("/")
@@ -180,7 +180,7 @@ class NoticeTarget(Target):
         """Raises NotifyError if the program, or a variable with the URL or the key, is not there. Nothing is sent."""
         settings, why = self._settings, ""
         if settings.command is not None:
-            why = "" if shutil.which(settings.command[0]) else f"{settings.command[0]} is no program that can be run"
+            why = "" if shutil.which(settings.command[0]) else f"{settings.command[0]} is not an executable program"
         elif not settings.target:
             why = f"the variable {settings.url_env} with the URL is not set"
         elif settings.secret_env is not None and not os.environ.get(settings.secret_env):

@@ -51,7 +51,7 @@ def outcome_of_call(call: ModelCall) -> Outcome | None:
     if call.status >= 500 or (call.error and not call.is_interrupted):
         return Outcome(Result.FAILURE, "an error of the engine")
     if call.is_interrupted or not call.status:
-        return Outcome(Result.MISSING, "the client did not wait for the end")
+        return Outcome(Result.MISSING, "the client disconnected before the end")
     if not any(answer.content or answer.tool_calls for answer in call.answers):
         return Outcome(Result.FAILURE, "an empty answer")
     if any(answer.finish_reason == "length" for answer in call.answers):
@@ -147,7 +147,10 @@ class PromotionWatch:
             return None
         state, loss = WatchState.KEPT, f"no loss was shown in {quantity(figures.outcomes, 'conversation')}"
         if not suffices:
-            state, loss = WatchState.NOT_SHOWN, f"{settings.max_days:g} days did not show whether it is worse"
+            state, loss = (
+                WatchState.NOT_SHOWN,
+                f"{settings.max_days:g} days were not enough to show whether it is worse",
+            )
         why = "; ".join([f"{loss}: {figures.summary}", figures.noticeable, *figures.doubts.values()])
         own = next(each for each in self._targets if each.model.alias == watch.alias)
         # The figures first: after a crash between the two, `follow` ends the watch with them.

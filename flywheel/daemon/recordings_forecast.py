@@ -38,8 +38,8 @@ _COUNTED: Final = {
 }
 _NO_PARSER: Final = "Set serving.tool_call_parser to the format of the model's calls."
 _MISSES: Final = (
-    "`flywheel round --debug` shows how many rollouts miss. Collect more traces of the same questions, let rollouts"
-    " go on after a miss (`rollout.tools.on_miss: error`), or let them run your agent (`rollout.agent`)."
+    "`flywheel round --debug` shows how many rollouts call a tool without a recording. Collect more traces of the"
+    " same questions, go on after such calls (`rollout.tools.on_miss: error`), or run your agent (`rollout.agent`)."
 )
 
 
@@ -66,11 +66,11 @@ def recordings_forecast(conn: Connection, config: Config) -> RecordingsForecast 
     base, arguments = config.model.base, chat_arguments(config.model.base, config.serving)
     template = chat_template(arguments)
     if writes_tools(base, template) is False:
-        why = f"{total} with tools, and {template_words(base, template)} writes none"
+        why = f"{total} with tools, but {template_words(base, template)} writes no tools"
         raise TrainError("train on tasks with tools", why, TOOLS_REMEDY)
     remedy = ""
     if not parses_tools(arguments):
-        parts.append(f"no parser is known for the tool calls of {base}: they stay text, when serving and in rounds")
+        parts.append(f"no parser is known for the tool calls of {base}: when serving and in rounds, they stay text")
         remedy = _NO_PARSER
     sample, finish = list(_sample(conn, config)), config.rollout.finish_tools
     expected = expected_hits(sample, finish)
@@ -84,11 +84,15 @@ def recordings_forecast(conn: Connection, config: Config) -> RecordingsForecast 
     whole = best.complete_share or 0.0
     if config.rollout.tools.on_miss == "end" and best.rollouts >= MIN_ROLLOUTS and whole < MIN_COMPLETE_SHARE:
         is_repeated = best is expected.repeated
-        has = "rollouts are expected to have no miss" if is_repeated else "traces have calls that are copied alone"
-        parts.append(f"{whole:.0%} of {has}, and groups in which fewer than {MIN_COMPLETE_SHARE:.0%} do are dropped")
+        has = (
+            "rollouts are expected to find all recordings"
+            if is_repeated
+            else "traces only have calls with copied arguments"
+        )
+        parts.append(f"{whole:.0%} of {has}, while a group needs {MIN_COMPLETE_SHARE:.0%} to be trained on")
         remedy = remedy or _MISSES
     elif best.rate is not None and best.rate < MIN_HIT_RATE and sum(best.calls.values()) >= MIN_ROLLOUTS:
-        parts.append("recordings will hardly ever answer")
+        parts.append("recordings will answer few calls")
         remedy = remedy or _MISSES
     return RecordingsForecast("; ".join(parts), figures, remedy)
 
@@ -110,9 +114,9 @@ def _expectation(expected: ExpectedHits) -> str:
         return "no recorded call to estimate the hit rate from"
     most = sorted(best.calls.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
     by_tool = ", ".join(f"{name} {best.hits.get(name, 0) / calls:.0%}" for name, calls in most)
-    how = "that other replies to the same question made"
+    how = "of other replies to the same question"
     if best is expected.copied:
-        how = "by whether the conversation shows their arguments, as no question was asked twice"
+        how = "by whether their arguments occur in the conversation (no question was asked twice)"
     calls = quantity(sum(best.calls.values()), "call")
     return f"expected hit rate {best.rate:.0%} ({by_tool}), estimated from {calls} {how}"
 

@@ -211,7 +211,7 @@ class Service:
         failed = await self._deployer.recover()
         for task in dead:
             log.error(
-                "%s is a dead letter: the process ended %d times in a row while it was judged", task, claims.CRASHES
+                "%s is a dead letter: the process died %d times in a row while judging it", task, claims.CRASHES
             )
         if released or failed:
             log.info("after a crash: %d tasks are judged again, %d unfinished swaps failed", released, failed)
@@ -271,7 +271,7 @@ class Service:
         if self._stop.detaches and in_container():
             raise ConfigError(
                 "start the daemon",
-                "daemon.on_stop is detach, and this is a container: its end ends all processes in it",
+                "daemon.on_stop: detach has no effect in a container, which ends with all its processes",
                 "Set daemon.on_stop: stop.",
             )
         if self._stop.detaches and (mode := await asyncio.to_thread(kill_mode)) not in ("", "process"):
@@ -309,7 +309,7 @@ class Service:
         if self._stop.reason is StopReason.LOCK_LOST:
             raise LockedError(
                 f"go on with {self._config.state_dir}",
-                f"its file {INSTANCE_LOCK} was removed or replaced, so that another daemon can begin",
+                f"its file {INSTANCE_LOCK} was removed or replaced, so another daemon could start",
                 "Start one again, and leave that file.",
             )
 

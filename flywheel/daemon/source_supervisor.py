@@ -110,7 +110,7 @@ class SourceSupervisor:
     def concern(self) -> str:
         """Which sources a defect keeps from being read, without their names; empty for none."""
         number = sum(source.has_defect for source in self._ingestion.sources())
-        return f"a defect stops the reading of {number} of the sources: see `flywheel status`" if number else ""
+        return f"{number} of the sources cannot be read because of a defect: see `flywheel status`" if number else ""
 
     def poll(self) -> None:
         """Read every source and retry the export, whether or not a change was noticed."""

@@ -104,7 +104,9 @@ def prepare(
     epochs = given.pop("epochs", None) if stage == "grpo" else None
     has_steps = "steps" in given or any(has(GivenSetting.of(each).put_into({}), "training.steps") for each in single)
     if epochs is not None and (has_steps or not isinstance(epochs, int) or epochs < 1):
-        hint = f"Give a whole number from 1, without {called('steps')} (training.steps): they follow from the epochs."
+        hint = (
+            f"Give a whole number from 1, without {called('steps')} (training.steps), which follows from the epochs."
+        )
         raise ConfigError(attempted, f"{called('epochs')} is {epochs}", hint)
     sections = {key for key in given if key in _SECTIONS and isinstance(given[key], Mapping)}
     if unknown := given.keys() - {*short, *FILES, *sections}:

@@ -69,7 +69,7 @@ async def roll_back(config: Config, to: str | None, open_state: OpenState, say: 
     with contextlib.suppress(StateBusyError):
         async with open_state(config, busy_ms=round(GRACE_SECONDS * 1000)) as store:
             return await Deployer(store, config).rollback(to)
-    say("another process is writing the state: the servers are rolled back before it is recorded")
+    say("another process is writing the state: rolling back the servers first, recording it afterwards")
     async with open_state(config, "view") as store:
         await Deployer(store, config).roll_servers_back(to)
     async with open_state(config) as store:

@@ -81,7 +81,7 @@ class WatchFigures(Struct, frozen=True):
         """What would probably have been noticed by now."""
         if self.detectable_loss is None:
             return "no loss could have been noticed yet"
-        return f"a loss of {self.detectable_loss * 100:.0f} points would probably have been noticed by now"
+        return f"a loss of {self.detectable_loss * 100:.0f} points would probably have been detected by now"
 
 
 def figure_text(value: float) -> str:
@@ -116,7 +116,7 @@ def figures_of(conn: Connection, watch: Row[Any]) -> WatchFigures:
         )
     if shares.fallback > MANY_FALLBACKS:
         warnings.append(
-            f"{percent(shares.fallback)} of the conversations are told apart by their first message alone: let"
+            f"{percent(shares.fallback)} of the conversations are identified by their first message only: let"
             " clients send x-flywheel-conversation"
         )
     done = old.outcomes + new.outcomes

@@ -75,7 +75,7 @@ def _call(body: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": None,
         "completion_tokens": None,
         "seconds": 0.0,
-        "error": "its client gave it up before the answer, which leaves a rollout without a reward",
+        "error": "its client stopped waiting for the answer; a rollout with such a call gets no reward",
     }
 
 
@@ -347,15 +347,15 @@ def _compared(in_one: Sequence[_Run], in_fresh: Sequence[_Run]) -> tuple[dict[st
         found, place = "differs in fresh processes", min(varying)
         other = next(run for run in in_fresh if place in _places(first, run))
         notes.append(
-            "the first message differs also in fresh processes, by the time, chance, or what runs leave in files:"
+            "the first message differs in fresh processes, too (time, chance, or files that runs leave):"
             f" {_shown(first, place)}, and then {_shown(other, place)}"
         )
     if is_comparable and (kept := next((run for run in in_one if _places(first, run) - varying), None)):
         found, place = "differs in one process", min(_places(first, kept) - varying)
         notes.append(
-            "state of one run seems to reach the next one in its process, since the first message was"
-            f" {_shown(first, place)}, and then {_shown(kept, place)}: keep none in globals, or let each run have a"
-            " process of its own with rollout.agent.isolation: run"
+            "state seems to leak from one run to the next in the same process: the first message was"
+            f" {_shown(first, place)}, and then {_shown(kept, place)}. Keep no state in globals, or set"
+            " rollout.agent.isolation: run (one process per run)"
         )
     seconds = statistics.median(run.waited for run in in_fresh)
     return {"first_message": found, "process_seconds": seconds}, [*dict.fromkeys(notes)]
@@ -383,5 +383,5 @@ def _why_unmatched(answer: str, judged: RunResult) -> str:
     if not found:
         return "there is no \\boxed{…}"
     if any(brace in found[-1] for brace in "{}"):
-        return "there are nested braces in the box, which a pattern that ends at the first } cuts"
+        return "the box has nested braces, and the pattern stops at the first }"
     return "there are several boxes" if len(found) > 1 else f"the reward is {judged.reward:g}"

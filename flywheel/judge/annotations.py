@@ -93,7 +93,7 @@ class Annotation(BaseModel):
             said = f"{str(self.verdict or self.score)[:30]!r} is neither accept nor reject"
             raise LeftOutError(said if self.verdict or self.score else "it has neither a verdict nor a score")
         if accept_from is None:
-            raise LeftOutError("it has a score; --accept-from X says from which score on a reply is accepted")
+            raise LeftOutError("it has only a score: set --accept-from X, the lowest score that accepts a reply")
         return Label.ACCEPT if float(score.replace(",", ".")) >= accept_from else Label.REJECT
 
 

@@ -79,7 +79,7 @@ def object_in(text: str) -> dict[str, Any]:
     except UnreadableError:
         raise
     except ValueError as error:
-        raise UnreadableError("there is no JSON object that is whole in the reply") from error
+        raise UnreadableError("the reply has no complete JSON object") from error
     return found
 
 

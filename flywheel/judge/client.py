@@ -74,7 +74,7 @@ SHORT_QUESTION: Final[list[ChatMessage]] = [{"role": "user", "content": "Is 2 pl
 """What is asked to find out whether a part of a request is supported."""
 HINTS: Final = {
     401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
-    402: "Fill up the account of the key in the environment variable {key}, or set another {section}.base_url.",
+    402: "Add credit to the account of the key in the environment variable {key}, or set another {section}.base_url.",
     403: "Use a key with access to this model ({section}.api_key_env names the variable {key}), or another "
     "{section}.model.",
     404: "Check {section}.model and {section}.base_url.",

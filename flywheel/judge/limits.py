@@ -136,7 +136,7 @@ class KeyPool:
                     raise self._all_rejected(error) from error
                 if not left or not (is_rejected or error.status == 429):
                     raise
-                log.warning("key %d of %d for %s rests: %s", key.place, len(self.keys), endpoint, error)
+                log.warning("key %d of %d for %s is paused: %s", key.place, len(self.keys), endpoint, error)
             else:
                 key.rejection = None
                 return found

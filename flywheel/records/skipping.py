@@ -23,7 +23,7 @@ REMEDIES: Final[Mapping[SkipReason, str]] = {
         " stage, too."
     ),
     SkipReason.ERROR: "Mend what fails: nothing was answered.",
-    SkipReason.INTERRUPTED: "Let the agent reply to its end: something stops it each time.",
+    SkipReason.INTERRUPTED: "Find what interrupts the agent before the end of its reply.",
     SkipReason.UNFINISHED: (
         "Let each agent end its span and send it before its process ends, and let the tools that it waits for answer."
     ),

@@ -148,7 +148,7 @@ def card(name: str, record: Mapping[str, Any]) -> str:
         f"An encoder of conversations and tools. `flywheel.ToolIndex({name!r}, tools)` and"
         f" `sentence_transformers.SentenceTransformer({name!r})` load it. {serving}"
         if is_kept
-        else f"BM25 stays, and there is no encoder here: {record['reason']}."
+        else f"BM25 stays in use; no encoder was written here: {record['reason']}."
     )
     data = (
         f"It was trained on {record['pairs']:,} successful calls of accepted conversations with agents, each with"

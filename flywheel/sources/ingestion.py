@@ -408,7 +408,7 @@ class SourceIngestion:
         if self._repeated:
             what.append(f"{quantity(self._repeated, 'reply', 'replies')} with trace and span ids of earlier ones")
         if left_out:
-            what.append(f"{quantity(left_out, 'span')} left out, as each fits several runs with its trace id")
+            what.append(f"{quantity(left_out, 'span')} left out: several runs share their trace id")
         return f"{' and '.join(what)}: {_SEEDED}" if what else ""
 
 
@@ -462,7 +462,7 @@ def _no_agent_spans(connector: StudioConnector) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in connector.kinds.most_common())
     why, remedy = "none of them is an agent's or a model call", "Trace the agent itself, and its model calls."
     if connector.kinds["llm"]:
-        why = "no span is above the model calls, so that nothing shows which of them are one reply"
+        why = "the model calls have no parent span, so it is unknown which of them belong to one reply"
         remedy = "Put one span, best an agent's, around each reply; or read recorded calls (`type: calls`)."
     return f"{connector.path} holds {connector.kinds.total()} spans ({kinds}) and no reply: {why}. {remedy}"
 

@@ -54,7 +54,7 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
     # The texts are the same for every batch, so each is reported once.
     warnings = batch.warnings
     if any(entry and entry.line and entry.key != own.key for entry, own in zip(assigned, batch.entries, strict=True)):
-        warnings += ("some lines have the task_id of a different task: these tasks get a hash as their id",)
+        warnings += ("some lines have the task_id of a different task: those tasks get a hash as id",)
     if None in assigned:
         warnings += ("some lines without a task have the task_id of a task: they are ignored",)
     entries = tuple(entry for entry in assigned if entry and entry.span_id not in ids.completed)

@@ -215,7 +215,7 @@ def erased_since(folder: Path) -> list[Erased]:
         return []
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         why = f"it is damaged or cannot be read ({error})"
-        hint = "What was erased since the backup would come back; mend the file, or move it away to accept that."
+        hint = "Texts erased since the backup would come back. Repair the file, or move it away to accept that."
         raise StoreError(f"read {path}", why, hint) from error
 
 

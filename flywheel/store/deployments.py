@@ -244,7 +244,7 @@ def _unfinished_state(conn: Connection, deployment: int) -> DeploymentState:
     if state not in UNFINISHED:
         raise StoreError(
             f"go on with deployment {deployment}",
-            f"it is {state}: something else has ended it",
+            f"it is {state}: another process has ended it",
             "See with `flywheel status` what serves, and deploy again.",
         )
     return state

@@ -21,7 +21,7 @@ _UNTESTED: Final = {
     RoundState.REJECTED: "was refused before its test",
     RoundState.FAILED: "failed before its test",
     RoundState.PASSED: "waits to be deployed",
-    RoundState.EVALUATING: "has ended its training and has not been decided about yet",
+    RoundState.EVALUATING: "has been trained; the gate has not decided yet",
     RoundState.TRAINING: "is in training and has not been compared yet",
     RoundState.ABANDONED: "has lost its worker and has not been compared yet",
     RoundState.PLANNED: "has not begun",

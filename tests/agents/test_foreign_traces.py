@@ -207,9 +207,9 @@ async def test_model_calls_without_a_span_above_them_are_a_warning(
         await until(warned, "the warning")
     source: dict[str, Any] = (await status(config))["sources"][0]
     assert source["replies"] == 0
-    assert "2 spans (2 llm) and no reply: no span is above the model calls" in source["warning"]
+    assert "2 spans (2 llm) and no reply: the model calls have no parent span" in source["warning"]
     assert "Put one span, best an agent's, around each reply" in source["warning"]
-    assert "and no reply: no span is above the model calls" in caplog.text
+    assert "and no reply: the model calls have no parent span" in caplog.text
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ async def test_a_source_that_a_defect_stops_says_so(
     async with running(config) as (service, client):
         await until(service._sources.concern, "the defect")
         answer = await client.get("/healthz")
-        concern = "a defect stops the reading of 1 of the sources: see `flywheel status`\n"
+        concern = "1 of the sources cannot be read because of a defect: see `flywheel status`\n"
         assert (answer.status_code, answer.text) == (200, concern)
         assert (await client.get("/readyz")).text == "ok\n"
         monkeypatch.setattr(ingestion, "redacted", mended)

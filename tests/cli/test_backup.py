@@ -75,7 +75,7 @@ def test_what_is_in_it_and_what_is_said(flywheel: Run, config: Path, tmp_path: P
     assert restored.code == 0, restored.err
     first, source, kept = restored.out.splitlines()
     assert first.startswith(f"{tmp_path}/state is as it was at ")
-    assert source == f"{tmp_path}/studio.sqlite: 0 replies that the state does not have"
+    assert source == f"{tmp_path}/studio.sqlite: 0 replies that are not in the restored state"
     assert kept.startswith(f"the configuration of the backup is in {tmp_path}/backup/current/configuration")
 
 
@@ -87,7 +87,7 @@ async def test_backups_that_are_made_at_the_same_time_are_all_told_of_erasures(t
 
 def test_without_a_state_there_is_nothing_to_back_up(flywheel: Run, config: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "state")
-    flywheel("backup", tmp_path / "backup", "-c", config).fails(1, "there is no state")
+    flywheel("backup", tmp_path / "backup", "-c", config).fails(1, "no state at")
     assert not (tmp_path / "backup").exists() and not (tmp_path / "state").exists()
 
 

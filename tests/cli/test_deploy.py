@@ -46,7 +46,7 @@ def test_a_state_that_is_not_there_is_not_made(flywheel: Run, config: Path, tmp_
     for command in (("deploy", "r0001"), ("deploy", "base"), ("rollback",), ("rollback", "--to", "r1")):
         for options in ([], ["--json"]):
             flywheel(*command, "-c", config, *options).fails(
-                1, "state.dir", f"there is no state at {tmp_path / 'state' / 'state.db'}"
+                1, "state.dir", f"no state at {tmp_path / 'state' / 'state.db'}"
             )
     assert not (tmp_path / "state").exists()
 

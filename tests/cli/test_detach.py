@@ -78,7 +78,10 @@ def test_a_worker_that_is_left_by_one_daemon_is_adopted_by_the_next(
 
         log = tmp_path / "second.log"
         daemon = start(config, log)
-        wait_for(lambda: f"(process {pid}) is adopted" in log.read_text(), "the adoption")
+        wait_for(
+            lambda: f"resuming with the worker of an earlier daemon (process {pid})" in log.read_text(),
+            "the adoption",
+        )
         go_on.touch()
         wait_for(lambda: "r0001 is rejected: no spread" in log.read_text(), "its result")
         assert stop(daemon, signal.SIGTERM) == 0
@@ -114,7 +117,7 @@ def test_a_container_is_refused_a_worker_that_outlives_the_daemon(
     monkeypatch.setattr(service, "in_container", lambda: True)
     monkeypatch.setattr(service.Service, "recover", started)
     config = due_config(daemon={"on_stop": "detach", "metrics": None})
-    flywheel("run", "-c", config).fails(EXIT_CONFIG, "daemon.on_stop is detach, and this is a container")
+    flywheel("run", "-c", config).fails(EXIT_CONFIG, "daemon.on_stop: detach has no effect in a container")
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("mixed", True), ("process", False), ("", False)])

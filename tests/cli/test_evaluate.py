@@ -259,7 +259,7 @@ def test_a_run_that_was_ended_by_its_endpoint_goes_on(
     endpoint.reply = lambda *_: says("good: \\boxed{1}")
     ran = evaluate()
     assert ran.code == 0, ran.err
-    assert "goes on with the answers of an earlier run" in ran.err
+    assert "reusing the answers of an earlier run" in ran.err
     assert "30 accepted" in ran.out
     # At most those that were in flight are asked again.
     assert len(endpoint.requests) - asked <= 30 - judged + 3
@@ -496,7 +496,7 @@ def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: 
     assert "no HTTP URL" in evaluate(url="localhost:8000").err
     nothing = bench("evaluate", "--model", "r0009", "--benchmark", bench.folder / "tasks.jsonl")
     assert nothing.code == EXIT_CONFIG
-    assert "no folder, no adapter in the state and no alias" in nothing.err
+    assert "no folder, alias or adapter of the state" in nothing.err
     missing = bench("evaluate", "--model", "base", "--benchmark", "nowhere.jsonl")
     assert missing.code == EXIT_CONFIG
     assert "nowhere.jsonl" in missing.err

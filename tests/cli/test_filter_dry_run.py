@@ -266,4 +266,4 @@ def test_the_counts_of_a_diff_add_up(bench: Bench) -> None:
     bench.chain = []
     shown = bench.filter("--against", old, "--limit", "1")
     assert (shown["compared"], shown["left_aside"], shown["not_reached"]) == (1, 1, 1)
-    assert "1 of 3 tasks not compared: a filter or a person decided them" in bench("filter", "--against", old).out
+    assert "1 of 3 tasks not compared: decided by a filter or a person" in bench("filter", "--against", old).out

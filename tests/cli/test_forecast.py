@@ -25,7 +25,7 @@ NOTHING = (
     " no exact prompt (`training.inexact_prompts`): 59; tools uncalled (`rollout.tools.uncalled`): 13."
     " All three together: 59."
 )
-QUESTION = "No round could train on what is judged. Ask the judge anyway? [y/N]"
+QUESTION = "No round could train on these tasks. Call the judge anyway? [y/N]"
 GOOD = {each["answer"] for each in labels("old") if each["expected_verdict"] == "GOOD"}
 
 

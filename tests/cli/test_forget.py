@@ -136,7 +136,7 @@ def test_wrong_usage_and_a_server_that_cannot_be_asked_are_said(flywheel: Run, c
     away = "--set", "serving.urls=[http://127.0.0.1:1]"
     ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config, *away)
     assert ran.code == 0, ran.err
-    assert "http://127.0.0.1:1 could not be asked: 2 calls there are erased when it can be reached" in ran.out
+    assert "http://127.0.0.1:1 did not answer: 2 calls there will be erased when it does" in ran.out
     assert left_in(tmp_path / "state") == {}
 
 

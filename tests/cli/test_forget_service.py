@@ -92,7 +92,7 @@ def test_a_service_is_erased_and_another_one_with_the_same_id_is_left(
     support = left(state, "pear")
     of_service = ("forget", "--conversation", SHARED, "--service", "billing", "-c", config)
     shown = flywheel("forget", "--conversation", SHARED, "--dry-run", "-c", config).out
-    assert "not known (1 trace), billing (3 traces), support (2 traces); --service NAME takes those of one" in shown
+    assert "not known (1 trace), billing (3 traces), support (2 traces); --service NAME selects one service" in shown
     assert "several services" not in flywheel("forget", "--conversation", "8", "--dry-run", "-c", config).out
     wrong = flywheel("forget", "--conversation", SHARED, "--service", "biling", "-c", config)
     assert wrong.code == 2 and "billing (3 traces)" in wrong.err

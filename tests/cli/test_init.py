@@ -96,7 +96,7 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     for told in (
         "otlp   spans that the agents send", "calls  the call log of `flywheel serve`",
         "folder is no file that can be read",
-        "gpt-4o is no URL", "gpt-4o-mini would be asked", "no model is neither a hub name", "/a is no URL",
+        "gpt-4o is no URL", "gpt-4o-mini would be used", "no model is neither a hub name", "/a is no URL",
     ):  # fmt: skip
         assert told in seen.screen
     config = load(tmp_path / "flywheel.yaml")
@@ -127,7 +127,7 @@ def test_a_judge_without_a_model_is_asked_about(
     options = {"source": "otlp", "judge": None, "base": BASE, "server": SERVER}
     assert _answers(options, Path(), asks=True).judge == judge
     assert next(left, None) is None
-    doubt = "No model is named after the URL: gpt-4o-mini would be asked."
+    doubt = "no model after the URL: gpt-4o-mini would be used."
     assert capsys.readouterr().out.count(doubt) == len(typed) - 1
 
 
@@ -179,7 +179,7 @@ def test_a_state_of_another_configuration_is_named_before_it_is_used(flywheel: R
         assert "belongs to" not in flywheel(*command, "-c", one).err
         for _ in range(2):
             ran = flywheel(*command, "-c", other)
-            assert ran.code == 0 and f"{home} belongs to the configuration {one}, and {other} uses it" in ran.err
+            assert ran.code == 0 and f"{other} shares the state {home} with {one}" in ran.err
     assert "belongs to" in flywheel("filter", "--dry-run", "-c", other).err
     assert "belongs to" in flywheel("run", "--once", "-c", other).err
     one.rename(tmp_path / "moved.yaml")

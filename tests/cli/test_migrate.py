@@ -118,7 +118,11 @@ def test_a_refused_row_has_its_remedy_and_nothing_is_written(flywheel: Run, tmp_
     assert [*refused(flywheel)] == ["ajet.backbone", "ajet.task_judge.judge_type"]
     write_yaml(tmp_path / "own.yaml", {"sources": [], "training": {"steps": 3}})
     ran = flywheel("migrate", "own.yaml", "--json")
-    assert (ran.code, "no key of AgentJet" in ran.json["error"], ran.json.keys()) == (78, True, {"error"})
+    assert (ran.code, "none of its keys is one of AgentJet" in ran.json["error"], ran.json.keys()) == (
+        78,
+        True,
+        {"error"},
+    )
 
 
 def refused(flywheel: Run, *options: str, file: str = "a.yaml", code: int = 1) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def test_the_readme_leads_from_nothing_to_verdicts(
         assert ran.code == 0
         assert "4 judged" in ran.out
         assert judge.calls > 0
-    assert "there is no state" in flywheel("status").out, "a dry run writes nothing"
+    assert "no state at" in flywheel("status").out, "a dry run writes nothing"
     assert flywheel("ingest").code == 0
-    assert "there is no state" not in flywheel("status").out
+    assert "no state at" not in flywheel("status").out
     assert flywheel("audit").out.endswith("balanced\n")
 
 
@@ -142,7 +142,7 @@ def test_a_configuration_or_sources_by_option_or_a_state_are_enough(flywheel: Ru
 
 def test_a_named_database_is_read_without_a_configuration(flywheel: Run, home: Path) -> None:
     source = home / "AgentScope-Studio" / "database.sqlite"
-    assert "there is no state" in flywheel("audit", "--deep", "--source", source).out
+    assert "no state at" in flywheel("audit", "--deep", "--source", source).out
     assert not (home / "home").exists()
     assert flywheel("ingest", "--source", source).code == 0
     assert flywheel("audit", "--deep", "--source", source).code == 0
@@ -155,17 +155,17 @@ def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, c
     config.write_text("state: {dir: elsewhere}\nsources: []\n")
     ran = flywheel(*command, "-c", config)
     assert ran.code == 0
-    assert f"there is no state at {tmp_path}/elsewhere/state.db" in " ".join((ran.out + ran.err).split())
+    assert f"no state at {tmp_path}/elsewhere/state.db" in " ".join((ran.out + ran.err).split())
     assert "balanced" not in ran.out
     assert "right" not in ran.out
     told = flywheel(*command, "--json", "-c", config).json
     if command[0] in ("status", "audit"):
         assert told["balanced"]
-        assert "there is no state" in told["no_state"]
+        assert "no state at" in told["no_state"]
     assert not (tmp_path / "elsewhere").exists()
     flywheel("ingest", "-c", config)
     ran = flywheel(*command, "-c", config)
-    assert "there is no state" not in ran.out + ran.err
+    assert "no state at" not in ran.out + ran.err
     if command[0] in ("status", "audit"):
         assert flywheel(*command, "--json", "-c", config).json["no_state"] == ""
 
@@ -176,9 +176,9 @@ def test_a_state_without_a_byte_is_none(flywheel: Run, tmp_path: Path) -> None:
     config = tmp_path / "elsewhere.yaml"
     config.write_text("state: {dir: state}\nsources: []\n")
     for command in ("status", "audit"):
-        assert "there is no state" in flywheel(command, "-c", config).out
+        assert "no state at" in flywheel(command, "-c", config).out
     assert flywheel("ingest", "-c", config).code == 0
-    assert "there is no state" not in flywheel("status", "-c", config).out
+    assert "no state at" not in flywheel("status", "-c", config).out
 
 
 @pytest.mark.parametrize("command", [["why", "r0001"], ["round", "--debug", "-c", "other.yaml"]])
@@ -186,7 +186,7 @@ def test_a_question_to_a_state_that_is_not_there(flywheel: Run, tmp_path: Path, 
     (tmp_path / "other.yaml").write_text("sources: []\njudge: {base_url: 'http://127.0.0.1:9/v1', model: m}\n")
     ran = flywheel(*command)
     assert ran.code == 1
-    assert "there is no state" in ran.err
+    assert "no state at" in ran.err
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_the_summary_of_one_verdict_among_undecided_replies_is_no_pass(bench: Be
     file = tasks(bench, GOOD, "garbled \\boxed{1}", "garbled \\boxed{1}")
     asked = ("filter", "--dry-run", "--tasks", file, "--fail-under", "0.8", "--summary", "summary.md")
     bench(*asked).fails(
-        EXIT_QUALITY, "2 of 3 replies undecided (0.6667), more than half, and there is no --max-undecided"
+        EXIT_QUALITY, "2 of 3 replies undecided (0.6667), more than half (the default of --max-undecided)"
     )
     assert "below the quality bar" in Path("summary.md").read_text()
     assert "undecided (0.6667), and --max-undecided is 0.5" in bench(*asked, "--max-undecided", "0.5").err

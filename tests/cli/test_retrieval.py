@@ -77,7 +77,7 @@ def test_what_is_wrong_is_named(
 
 
 def test_a_state_without_calls_and_no_state_are_named(flywheel: Run, tmp_path: Path) -> None:
-    flywheel("retrieval", "evaluate", "-c", configured(tmp_path)).fails(1, "there is no state at")
+    flywheel("retrieval", "evaluate", "-c", configured(tmp_path)).fails(1, "no state at")
     assert not (tmp_path / "home").exists()
     asyncio.run(fill(tmp_path / "home", []))
     flywheel("retrieval", "evaluate", "-c", configured(tmp_path)).fails(

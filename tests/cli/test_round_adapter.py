@@ -171,7 +171,7 @@ def test_an_adapter_of_trl_is_gated_and_swapped_in_though_its_worker_is_killed(
     assert report["comparison"]["candidate_mean"] > 0.7
     assert answer(vllm_server, ALIAS) == TAUGHT
 
-    exposure = f"no held-out conversation is in {data} (40 lines), its data"
+    exposure = f"no held-out conversation is in its training data, {data} (40 lines)"
     story = flywheel("why", "r0001", "-c", config).out
     assert f"started because: by hand: an adapter of another trainer, {own}; {exposure}" in story
     assert "compared with: the base model" in story

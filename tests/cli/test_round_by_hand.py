@@ -156,7 +156,7 @@ def scarce(due_config: Callable[..., Path]) -> Path:
     return due_config(daemon=DAEMON, trigger={"min_samples": 40})
 
 
-SHORTAGE = "6 of 40 samples are free: a round with so few samples learns little"
+SHORTAGE = "6 of 40 samples are free: too few samples to learn much"
 
 
 def test_a_base_model_that_is_not_there_fails_before_a_worker_starts(
@@ -287,7 +287,7 @@ def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budg
         assert lent == 100_000 - before["tokens_today"] - (times - 1) * 750
     due_config(daemon=DAEMON, judge={"budget": {"tokens_per_day": 1500}})
     flywheel("round", "--debug", "-c", config).fails(
-        1, "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC"
+        1, "judge.budget.tokens_per_day (1,500) is spent; judging resumes at midnight UTC"
     )
 
 
@@ -301,5 +301,5 @@ def test_a_round_without_free_samples_names_the_settings_that_leave_them_out(
     ran = flywheel("round", *options, "-c", config)
     assert ran.code == 1
     left_out = "no exact prompt (`training.inexact_prompts`): 6; held out (`ingest.train_ratio`): 4"
-    assert f"no sample is free; {left_out}. No task that rounds could take is to be judged" in ran.err
+    assert f"no sample is free; {left_out}. No unjudged task could be used by a round" in ran.err
     assert "Wait" not in ran.err

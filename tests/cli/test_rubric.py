@@ -73,7 +73,11 @@ examples:
             "below the threshold",
         ),
         ("id: r\ncriteria: [{id: a, value: x, required: true, weight: 0}, {id: b, value: x}]", "2:54", "weight 0"),
-        ("id: r\ncriteria: [{id: a, value: x, required: true, weight: -2}, {id: b, value: x}]", "2:54", "take away"),
+        (
+            "id: r\ncriteria: [{id: a, value: x, required: true, weight: -2}, {id: b, value: x}]",
+            "2:54",
+            "cannot have a negative weight",
+        ),
         (
             "id: r\nthreshold: 0.2\ncriteria: [{id: a, value: x, required: true, choices: {p: 0, q: 0.3}}]",
             "3:55",
@@ -87,7 +91,7 @@ examples:
         ("id: r\ncriteria: [{id: a, type: json-schema, value: no.json}]", "2:46", "no.json cannot be used"),
         ("id: r\ncriteria: [{id: a, type: python, value: 'no.py:f'}]", "2:41", "No such file"),
         ("id: r\ncriteria: [{id: a, type: math-equal, value: 1, reference: 2}]", "2:59", "give the reference once"),
-        ("id: r\ncriteria: [{id: a, type: tool-called, value: x, min: 3, max: 2}]", "2:54", "never met"),
+        ("id: r\ncriteria: [{id: a, type: tool-called, value: x, min: 3, max: 2}]", "2:54", "no reply can meet that"),
         ("id: r\nid: s\ncriteria: [{id: a, value: x}]", "2:1", "key `id` is written twice: the first time at 1:1"),
         ("id: r\ncriteria: [{id: a, value: x}]\nfiles: {}", "3:1", "unknown key `files`"),
         ("id: r\ncriteria: [", "2:12", "not YAML"),

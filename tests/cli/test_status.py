@@ -53,7 +53,7 @@ def test_status_says_how_many_conversations_are_missing(flywheel: Run, tmp_path:
     assert missing > 30
     told = flywheel("status").out
     assert f"0 held out for the gate (0 conversations, {missing} more needed)" in told
-    assert f"0 of {missing} held-out conversations: with 0, the gate would detect a gain of 10 points" in told
+    assert f"waiting for {missing} more held-out conversations (0 of {missing}, for 30% power" in told
 
 
 CUT = "tasks.jsonl was cut by another program"

@@ -84,7 +84,7 @@ def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path:
     told = ran.out.splitlines()
     assert told[0].endswith("out: adapter after 3 steps of sft")
     assert told[1:3] == ["loss 2.000 → 1.500", "loss on held-out replies 3.000 → 2.500"]
-    assert told[3] == "not compared with what it started from: no rubric says which answers are better"
+    assert told[3] == "not compared with the starting model: there is no rubric to grade answers"
     made = spec(tmp_path)
     training = made["settings"]["training"]
     assert (made["base_model"], made["parent"], made["test"], made["rubric"]) == ("org/model", None, None, {})
@@ -183,7 +183,7 @@ def test_what_became_of_each_row_is_said(
         f"note: 2 rows, the first is line 2 of {data}: its reasoning: the chat template writes none",
     ]
     assert f"1 row, the first is line 1 of {data}: {held_out}" in ran.err
-    assert "more rows are left out" not in ran.err
+    assert "more rows were skipped" not in ran.err
     more = {f"r{n}": TOO_LONG.format(900 + n) for n in range(2, 14)}
     work(ends_with(RoundResult(round_id="sft", outcome="refused", reason="none of 13 tasks", left_out=more)))
     ran = flywheel("train", "sft", *files, "--output", "out2", "--json")
@@ -193,7 +193,7 @@ def test_what_became_of_each_row_is_said(
     first, second = ran.json["left_out"]
     assert first == {"reason": TOO_LONG.format(902), "rows": 12, "file": str(data), "first_line": 2}
     assert (second["reason"], second["rows"]) == (held_out, 1)
-    assert "flywheel: more rows are left out (13) than trained on (0)" in ran.err
+    assert "flywheel: more rows were skipped (13) than trained on (0)" in ran.err
 
 
 @pytest.mark.slow

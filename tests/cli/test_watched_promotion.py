@@ -18,7 +18,7 @@ from tests.factories.state import write_state
 from tests.factories.web import client
 
 GOOD, BAD = Outcome(Result.SUCCESS, "accepted"), Outcome(Result.FAILURE, "rejected")
-LOST = Outcome(Result.MISSING, "the client did not wait for the end")
+LOST = Outcome(Result.MISSING, "the client disconnected before the end")
 
 
 def put_watch(conn: Connection, directory: Path) -> None:
@@ -55,7 +55,7 @@ def test_status_shows_both_versions_and_what_could_be_noticed(flywheel: Run, con
     new, old = own["figures"]["new"], own["figures"]["old"]
     assert (new["units"], new["outcomes"], new["successes"], new["missing"], new["waiting"]) == (10, 8, 6, 2, 0)
     assert (old["units"], old["outcomes"], old["successes"], old["missing"], old["waiting"]) == (11, 10, 9, 0, 1)
-    assert new["reasons"] == {"rejected": 2, "the client did not wait for the end": 2}
+    assert new["reasons"] == {"rejected": 2, "the client disconnected before the end": 2}
     assert old["median_delay_seconds"] == 60.0
     assert own["figures"]["untested"] == 1
 

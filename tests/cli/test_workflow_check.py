@@ -354,7 +354,7 @@ def test_accepted_answers_that_a_judge_cannot_match_are_named(with_judge: Callab
     assert ran.code == 0, ran.err
     assert "judge     rewards 2 of 5 accepted answers" in ran.out
     for why in (
-        "1 not: there are nested braces in the box, which a pattern that ends at the first } cuts (t-",
+        "1 not: the box has nested braces, and the pattern stops at the first } (t-",
         "1 not: there is no \\boxed{…} (t-",
         "1 not: there are several boxes (t-",
     ):
@@ -424,7 +424,7 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
             "keeps",
             "differs in one process",
             [
-                "state of one run seems to reach the next one in its process, since the first message was",
+                "state seems to leak from one run to the next in the same process: the first message was",
                 '"content": "Hello"}]',
                 ': "Hello again"}]',
                 "rollout.agent.isolation: run",
@@ -442,9 +442,9 @@ def test_the_same_task_runs_three_times_in_one_process_and_three_times_in_fresh_
         (
             "keeps_beside_the_time",
             "differs in one process",
-            ["differs also in fresh processes, by the time", "Hello again"],
+            ["differs in fresh processes, too (time", "Hello again"],
         ),
-        ("by_chance", "differs in fresh processes", ["differs also in fresh processes, by the time, chance"]),
+        ("by_chance", "differs in fresh processes", ["differs in fresh processes, too (time, chance"]),
         ("through_a_file", "differs in fresh processes", ["This is run 1", "This is run 4"]),
     ],
 )

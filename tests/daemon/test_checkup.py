@@ -56,7 +56,7 @@ def gpu_finding(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], weights: int, 
 
 @pytest.mark.parametrize(
     ("gpus", "raw", "words"),
-    [([H100], HALF, "H100, 80.0 GiB"), ([H100], {}, "takes 0.9 of it"), ([H100, L4], {}, "of the first")],
+    [([H100], HALF, "H100, 80.0 GiB"), ([H100], {}, "uses 0.9 of it"), ([H100, L4], {}, "of the first")],
 )
 def test_gpus_with_room(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], raw: dict[str, Any], words: str) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -142,7 +142,7 @@ async def test_targets_of_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [each[:2] for each in wrong] == [
         (Result.FAILED, "no-such-program"), (Result.FAILED, "$URL_OF_TEST"), (Result.FAILED, "example.org"),
     ]  # fmt: skip
-    words = ("is no program that can be run", "the variable URL_OF_TEST", "the variable KEY_OF_TEST")
+    words = ("is not an executable program", "the variable URL_OF_TEST", "the variable KEY_OF_TEST")
     assert all(word in each[2] for word, each in zip(words, wrong, strict=True))
     monkeypatch.setenv("KEY_OF_TEST", "k")
     assert await found(by_secret) == [(Result.OK, "example.org", "promoted")]

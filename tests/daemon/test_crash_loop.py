@@ -78,7 +78,7 @@ def test_a_task_on_which_the_process_dies_three_times_is_a_dead_letter(tmp_path:
     with JudgeServer(flywheel.verdict) as judge:
         ends = [flywheel.start(judge, "run", "--once") for _ in range(4)]
         assert ends == [-signal.SIGKILL] * 3 + [0], flywheel.said.decode()
-        assert "is a dead letter: the process ended 3 times in a row while it was judged" in flywheel.said.decode()
+        assert "is a dead letter: the process died 3 times in a row while judging it" in flywheel.said.decode()
         assert flywheel.asked_of_poison == 3
         assert flywheel.rows("SELECT state, count(*) FROM tasks GROUP BY state ORDER BY state") == [
             ("accepted", COUNT - 1),

@@ -35,7 +35,7 @@ async def test_an_adapter_whose_probe_has_another_form_is_not_deployed(fleet: Fl
     await fleet.deploy("r0001")
     for probe in (old, None):
         await fleet.store.write(lambda conn, kept: conn.execute(update(schema.adapters).values(probe=kept)), probe)
-        with pytest.raises(ServeError, match=r"deploy adapter r0002: its round left no probe that could prove it"):
+        with pytest.raises(ServeError, match=r"deploy adapter r0002: its round stored no probe"):
             await fleet.deploy("r0002")
     assert await fleet.targets() == [R1, R1]
 

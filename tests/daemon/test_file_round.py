@@ -221,7 +221,7 @@ def test_one_conversation_is_trained_on(tmp_path: Path) -> None:
             "line 1: it has no",
         ),
         ("sft", [], "it is empty"),
-        ("dpo", [CHATS[0]], "line 1: it has no `chosen` and `rejected`, and no rubric grades replies to it"),
+        ("dpo", [CHATS[0]], "line 1: it lacks `chosen` or `rejected`, and there is no rubric"),
         ("grpo", CHATS, "there is no rubric"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_dialog_that_only_calls_tools_without_arguments_is_left_out(tmp_path: 
     assert {why for _, why in read.notes} == {"`content.call without arguments` is not read"}
     unnamed = {"turns": [*turns[:2], {"role": "tool", "content": "-7"}]}
     for line in (lines[0], unnamed):
-        with pytest.raises(ConfigError, match="no line can be trained on: its messages have the weight 0"):
+        with pytest.raises(ConfigError, match="no line can be trained on: all its messages have the weight 0"):
             tasks_of(settings(tmp_path, "sft"), written(data, [line]), None, compares=False)
 
 
@@ -492,7 +492,7 @@ async def test_what_the_pool_of_a_file_did_not_choose_is_left_out(
     result = RoundResult(round_id="tune", outcome="refused", reason="none", released=[spec.train[0].task_id])
     works(tmp_path, monkeypatch, f"echo '{result.model_dump_json()}' > $3/result.json")
     made = await train_on_files(spec, tmp_path / "round", config)
-    assert "others of its pool have a higher loss" in made.left_out[spec.train[0].task_id]
+    assert "the round took others of its pool" in made.left_out[spec.train[0].task_id]
 
 
 @pytest.mark.slow

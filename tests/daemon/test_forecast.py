@@ -140,13 +140,13 @@ async def test_without_a_free_sample_it_is_said_what_leaves_out_how_many(tmp_pat
     why, hint = await store.read(none_free, own)
     assert (why, hint) == (
         f"{left_out}; {held_out}",
-        "Wait for 1 task that rounds could take, still to be judged.",
+        "Wait: 1 task that rounds could take must still be judged.",
     )
     # What has been judged, or cannot be used, is nothing to wait for.
     await store.write(judge_all, lambda _: rejected())
     why, hint = await store.read(none_free, own)
     assert why == f"no sample is free; rejected (`filter`): 4; {held_out}"
-    assert hint.startswith("No task that rounds could take is to be judged")
+    assert hint.startswith("No unjudged task could be used by a round")
 
 
 async def test_a_target_has_a_forecast_of_its_own(tmp_path: Path, store: Store) -> None:

@@ -361,7 +361,7 @@ async def test_what_waits_for_an_entry_is_sent_after_its_url_is_corrected(
     await (await begun(store, configured(tmp_path, *after))).deliver()
     assert webhook.subjects() == told
     lines = [line for line in caplog.messages if "dropped" in line]
-    assert lines == (["2 notices dropped: the entry of `notify` that they waited for is not there any more"]
+    assert lines == (["2 notices dropped: their entry of `notify` was removed"]
                      if dropped else [])  # fmt: skip
 
 
@@ -459,7 +459,7 @@ async def test_a_command_that_fails_is_run_again(
     assert len((tmp_path / "out").read_text().splitlines()) == 2
     missing = await begun(store, configured(tmp_path, {"command": "/not/there", "on": EVERY}))
     await store.write(letter, "t-2")
-    with pytest.raises(NotifyError, match="notify /not/there: /not/there is no program"):
+    with pytest.raises(NotifyError, match="notify /not/there: /not/there is not an executable"):
         await missing.deliver()
 
 

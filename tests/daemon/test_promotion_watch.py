@@ -108,7 +108,7 @@ async def test_after_so_many_days_the_new_version_gets_everything_and_nothing_wa
     await watched.watch(max_days=1e-9).look()
     row = await watched.row()
     assert row.state == WatchState.NOT_SHOWN
-    assert row.reason.startswith("1e-09 days did not show whether it is worse: ")
+    assert row.reason.startswith("1e-09 days were not enough to show whether it is worse: ")
     assert "no loss could have been noticed yet" in row.reason
     assert await watched.serving() == ("r0002", False)
     assert [text.split(":")[0] for text in await told(watched)] == ["the watch of r0002 as agent cannot decide"]
@@ -335,7 +335,7 @@ async def test_a_version_that_loses_replies_is_rolled_back(watched: Watched) -> 
         " conversations; e-value "
     )
     assert await watched.serving() == ("r0001", False)
-    assert row.figures["new"]["reasons"] == {"the client did not wait for the end": 20}
+    assert row.figures["new"]["reasons"] == {"the client disconnected before the end": 20}
     assert (row.figures["e_value"], row.figures["shows_harm"], row.figures["shows_missing"]) == (1.0, False, True)
 
 
@@ -452,7 +452,7 @@ async def test_status_warns_of_units_that_are_no_conversations(watched: Watched)
     status = await watched.store.read(snapshot, watched.config)
     assert any("one conversation has 62 % of the calls" in text for text in status["warnings"])
     assert any(
-        "97 % of the conversations are told apart by their first message alone" in text for text in status["warnings"]
+        "97 % of the conversations are identified by their first message only" in text for text in status["warnings"]
     )
 
 
@@ -490,8 +490,8 @@ CALLS: list[tuple[dict[str, Any], Outcome | None]] = [
     ({"status": 429, "answer": {}}, Outcome(Result.MISSING, "refused by the server (4xx)")),
     ({"status": 503, "answer": {}}, Outcome(Result.FAILURE, "an error of the engine")),
     ({"answer": {"error": {"message": "dead"}}}, Outcome(Result.FAILURE, "an error of the engine")),
-    ({"is_complete": False}, Outcome(Result.MISSING, "the client did not wait for the end")),
-    ({"status": 0, "is_complete": False}, Outcome(Result.MISSING, "the client did not wait for the end")),
+    ({"is_complete": False}, Outcome(Result.MISSING, "the client disconnected before the end")),
+    ({"status": 0, "is_complete": False}, Outcome(Result.MISSING, "the client disconnected before the end")),
     ({"answer": completion(assistant(""))}, Outcome(Result.FAILURE, "an empty answer")),
     ({"answer": completion(assistant(None))}, Outcome(Result.FAILURE, "an empty answer")),
     (

@@ -242,7 +242,7 @@ async def test_a_servers_own_record_is_not_replaced(published: Published, caplog
     adopt(pod, {"agent": R2})
     assert not alias_file(pod).exists(), "its state knows another deployment"
     adopt(pod)
-    assert "agent starts as agent@r0001" in caplog.text
+    assert "agent starts with agent@r0001" in caplog.text
     before = alias_file(pod).read_bytes()
     await published.deployer.deploy("r0002", "test")
     adopt(pod)

@@ -52,7 +52,7 @@ async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Stor
     assert finding.result is Result.OK
     assert finding.text == (
         "13 tasks with tools: 13 with recorded results; expected hit rate 92% (add 100%, look_up 0%), estimated from"
-        " 13 calls by whether the conversation shows their arguments, as no question was asked twice; no recorded"
+        " 13 calls by whether their arguments occur in the conversation (no question was asked twice); no recorded"
         " result of never"
     )
     assert finding.figures == {"tools_tasks": 13, "expected_hits_percent": 92, "expected_complete_percent": 92}
@@ -70,14 +70,14 @@ async def test_recordings_that_will_hardly_ever_answer_are_a_warning(
     finding = await found(store, config, *replies)
     assert "expected hit rate 0% (look_up 0%), estimated from 12 calls" in finding.text
     assert finding.result is Result.WARNING
-    assert "recordings will hardly ever answer" in finding.text
+    assert "recordings will answer few calls" in finding.text
     assert "Collect more traces of the same questions" in finding.remedy
 
 
 async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store: Store) -> None:
     one, same = (replace(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
     finding = await found(store, parsing(tmp_path), one, same)
-    assert "expected hit rate 100% (add 100%), estimated from 2 calls that other replies to the same" in finding.text
+    assert "expected hit rate 100% (add 100%), estimated from 2 calls of other replies to the same" in finding.text
 
 
 async def test_tasks_without_recordings_are_counted(tmp_path: Path, store: Store) -> None:
@@ -114,8 +114,10 @@ async def test_a_rate_that_would_drop_groups_is_a_warning(
     finding = await found(store, parsing(tmp_path, rollout={"tools": {"on_miss": on_miss}}), *replies)
     assert finding.result is result
     assert finding.figures["expected_hits_percent"] == 50
-    shares = "rollouts are expected to have no miss" if repeated else "traces have calls that are copied alone"
-    is_told = f"0% of {shares}, and groups in which fewer than 75% do are dropped" in finding.text
+    shares = (
+        "rollouts are expected to find all recordings" if repeated else "traces only have calls with copied arguments"
+    )
+    is_told = f"0% of {shares}, while a group needs 75% to be trained on" in finding.text
     assert is_told == (result is Result.WARNING)
     assert ("rollout.tools.on_miss" in finding.remedy) == (result is Result.WARNING)
 
@@ -168,7 +170,7 @@ async def test_a_template_that_writes_no_tools_fails_the_check(
     if writes:
         assert (await found(store, config, called(1, a=1), called(2, a=2))).figures["tools_tasks"] == 2
     else:
-        with pytest.raises(TrainError, match=r"2 tasks with tools, and .*chat template") as caught:
+        with pytest.raises(TrainError, match=r"2 tasks with tools, but .*chat template") as caught:
             await found(store, config, called(1, a=1), called(2, a=2))
         assert (str(path) if where == "file" else "chat template") in caught.value.why
         assert "--chat-template" in caught.value.hint

@@ -38,7 +38,7 @@ from tests.waiting import until
 
 R1, R2 = "agent@r0001", "agent@r0002"
 KEY = "a-key-of-administrators"
-WAITS = {"agent": "the daemon has not confirmed what it stands for"}
+WAITS = {"agent": "the daemon has not set its adapter yet"}
 
 
 class Pods:
@@ -205,7 +205,7 @@ async def test_a_swap_whose_pods_have_all_left_fails(pods: Pods, deployer: Deplo
             raise ConnectionResetError
 
     pods.start("127.0.0.2", replace)
-    with pytest.raises(ServeError, match="has left meanwhile"):
+    with pytest.raises(ServeError, match="have gone meanwhile"):
         await deployer.deploy("r0001", "test")
 
 

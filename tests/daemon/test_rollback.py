@@ -251,7 +251,7 @@ async def test_a_later_rollback_ends_an_earlier_one(gated: tuple[Fleet, Gate]) -
     await until(late.arrived.is_set, "the earlier one")
     await own.deployer.rollback("base")
     late.opened.set()
-    with pytest.raises(StoreError, match="something else has ended it"):
+    with pytest.raises(StoreError, match="another process has ended it"):
         await earlier
     assert (late.status, await own.targets()) == (409, [BASE])
     assert await own.active() == (None, "r0002")
@@ -399,5 +399,5 @@ def test_servers_are_rolled_back_before_the_state_can_be_written(
     for thread in threads:
         thread.join()
     assert (ran.code, ran.out) == (0, "agent is now r0001\n")
-    assert "rolled back before it is recorded" in ran.err
+    assert "rolling back the servers first" in ran.err
     assert flywheel("status", "-c", config, "--json").json["deployment"]["adapter"] == "r0001"

@@ -119,7 +119,7 @@ async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(st
         assert total == {"dead": 1, "calls": judge.calls} and judge.calls == 3 * ATTEMPTS
         assert await states(store) == {"dead": 1}
         [letter] = await store.read(dead_letters.in_states, [DeadLetterState.OPEN])
-        assert "the judge was asked 3 times" in letter.error
+        assert "the judge gave no verdict in 3 attempts" in letter.error
         assert letter.excerpt == "\n".join(["result: GOOD"] * 3)
         assert (await store.read(balance)).balanced
         [row] = await store.read(lambda conn: conn.execute(select(schema.verdicts)).all())

@@ -142,7 +142,7 @@ def test_what_is_left_out_is_counted_with_its_reason() -> None:
         "it was replaced by a later one": 1,
         "it has neither a verdict nor a score": 1,
         "'partly right' is neither accept nor reject": 1,
-        "it has a score; --accept-from X says from which score on a reply is accepted": 1,
+        "it has only a score: set --accept-from X, the lowest score that accepts a reply": 1,
         "its `updatedAt` cannot be read": 1,
         "its `traceId` cannot be read": 1,
     }

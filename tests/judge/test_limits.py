@@ -303,7 +303,7 @@ def test_keys_without_money_are_said_to_have_none_also_by_later_calls(
         for _ in range(3):
             with pytest.raises(JudgeError, match=f"scripted {behaviour}.*, and so for each of 2 keys") as caught:
                 grader.grade(GOOD)
-            assert caught.value.hint.startswith("Fill up the account of the key")
+            assert caught.value.hint.startswith("Add credit to the account of the key")
     assert judge.calls == 2
 
 

@@ -111,7 +111,7 @@ def test_where_words_overlap_bm25_stays_and_says_so(base: Path, tmp_path: Path) 
     assert record["method"] == Method.BM25
     assert "not shown to be better than b" in record["reason"]
     assert sorted(path.name for path in out.iterdir()) == ["README.md", RECORD]
-    assert f"BM25 stays, and there is no encoder here: {record['reason']}." in (out / "README.md").read_text()
+    assert f"BM25 stays in use; no encoder was written here: {record['reason']}." in (out / "README.md").read_text()
     every = tools("overlap")
     index = flywheel.ToolIndex(out, every.values())
     assert index.method is Method.BM25

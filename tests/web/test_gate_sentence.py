@@ -70,12 +70,12 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "vetoed, as little was seen of a criterion": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[criterion("safe", tasks=3)]), "gate": GUARDED},
-        "rejected: not enough evidence on safe: it was looked at on 3 held-out tasks, fewer than 8",
+        "rejected: not enough evidence on safe: it has verdicts on 3 held-out tasks, fewer than 8",
     ),
     "vetoed, as a criterion was never evaluated": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[]), "gate": GUARDED},
-        "it was looked at on 0 held-out tasks",
+        "it has verdicts on 0 held-out tasks",
     ),
     "promoted with a suite": (
         RoundState.PROMOTED,
@@ -149,7 +149,7 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "evaluating": (
         RoundState.EVALUATING,
         {"seen": comparison(), "decided": False},
-        "r0001 has ended its training and has not been decided about yet.",
+        "r0001 has been trained; the gate has not decided yet.",
     ),
     "being deployed": (
         RoundState.EVALUATING,

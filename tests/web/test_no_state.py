@@ -95,7 +95,7 @@ def test_the_command_starts_without_a_state_and_not_with_a_broken_configuration(
     finally:
         process.kill()
         process.wait()
-    assert "there is no state at" in (tmp_path / "log").read_text()
+    assert "no state at" in (tmp_path / "log").read_text()
     assert not (configuration.parent / "state").exists()
     (tmp_path / "flywheel.yaml").write_text("sauces: []\n")
     done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)

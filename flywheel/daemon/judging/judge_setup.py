@@ -119,11 +119,11 @@ def check_independence(
             raise ConfigError(
                 f"judge with {endpoint}",
                 "it is the model that is trained",
-                f"Set {endpoint.section}.model to an independent model, or judge.allow_self: true if you know why.",
+                f"Set {endpoint.section}.model to an independent model, or judge.allow_self: true if intended.",
             )
         if is_base or is_ours:
             why = "is the base of the trained model" if is_base else "is at the trained model's own server"
-            warn(f"the judge {endpoint} {why}: it should be an independent one")
+            warn(f"the judge {endpoint} {why}: use an independent model")
 
 
 def server_address(url: str) -> tuple[str, int, str]:

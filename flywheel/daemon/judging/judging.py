@@ -420,9 +420,7 @@ class TaskJudging:
         verdict = replace(verdict, judgements=(*earlier, *numbered))
         if not was_reached or attempt < self.judge.max_task_attempts or result.task.was is not TaskState.JUDGING:
             return replace(result, verdict=verdict)
-        why = (
-            f"the judge was asked {quantity(attempt, 'time')}, and left it undecided. The last time: {verdict.error}"
-        )
+        why = f"the judge gave no verdict in {quantity(attempt, 'attempt')}. The last error: {verdict.error}"
         return replace(result, verdict=None, error=why, paid=verdict)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:

@@ -141,7 +141,7 @@ class PreFilter:
         near, held = self._ask(enter)
         if held:
             log.warning(
-                "a burst of near-identical questions: %d tasks are set aside. See `flywheel tasks --state held`",
+                "a burst of near-identical questions: %d tasks need review. See `flywheel tasks --state held`",
                 len(held),
             )
         return near, set(held)
@@ -229,14 +229,14 @@ class PreFilter:
             if not replaced:
                 return known
             log.warning(
-                "the embedding model %s gives vectors of another length than before: %d questions are embedded anew",
+                "the vectors of the embedding model %s have a new length: %d questions are embedded again",
                 step.model,
                 replaced,
             )
         raise FilterError(
             f"embed questions with {step.model}",
-            "the length of its vectors keeps changing: there is more than one model behind it",
-            "Let one model answer by this name; the tasks wait.",
+            "the length of its vectors keeps changing: more than one model answers by this name",
+            "Serve one model by this name. The tasks stay pending.",
         )
 
     def _embed(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:

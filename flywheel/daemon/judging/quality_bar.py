@@ -218,7 +218,7 @@ class QualityBar:
         judged = decided + undecided
         most, asked = self.max_undecided, f"and --max-undecided is {self.max_undecided or 0:g}"
         if most is None and self.fail_under is not None:
-            most, asked = MOST_UNDECIDED, "more than half, and there is no --max-undecided"
+            most, asked = MOST_UNDECIDED, "more than half (the default of --max-undecided)"
         if most is not None and not is_within_share(undecided, judged, most):
             what = f"{undecided:,} of {quantity(judged, 'reply', 'replies')} undecided"
             failures.append(f"{what} ({undecided / judged:.4g}), {asked}")

@@ -42,7 +42,7 @@ def shortage(conn: Connection, config: Config, target: str | None) -> str:
     available = AvailableSamplesCache(next_with_samples(conn, config, target)).now(conn)
     if live(conn) is not None or not available.usable or available.usable >= available.needs:
         return ""
-    return f"{available.summary}: a round with so few samples learns little"
+    return f"{available.summary}: too few samples to learn much"
 
 
 def left_of_round(conn: Connection) -> str:

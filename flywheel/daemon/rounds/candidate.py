@@ -70,13 +70,13 @@ class TrainingData:
         """That no held-out conversation is in it. Raises TrainError otherwise."""
         found = held_out_alike(conn, self.beginnings, self.questions)
         if not found:
-            return f"no held-out conversation is in {self.path} ({quantity(self.lines, 'line')}), its data"
+            return f"no held-out conversation is in its training data, {self.path} ({quantity(self.lines, 'line')})"
         named = ", ".join(found[:SHOWN]) + (", …" if len(found) > SHOWN else "")
         raise TrainError(
             attempted,
-            f"it was trained on what the gate asks: conversations of {quantity(len(found), 'held-out task')} begin as"
-            f" some in {self.path} do: {named}",
-            "Train it without them: `flywheel export` writes training tasks alone.",
+            f"contamination: {quantity(len(found), 'held-out task')} of the gate begin like conversations in its"
+            f" training data, {self.path}: {named}",
+            "Train it without them: `flywheel export` writes only training tasks.",
         )
 
 
@@ -148,7 +148,7 @@ def _missing(folder: Path) -> Iterator[tuple[str, str]]:
         return
     for path in sorted(folder.glob("adapter_model*")):
         if path.suffix in PICKLED:
-            why = f"its weights are in {path.name}, a format that can hold code which runs when it is loaded"
+            why = f"its weights are in {path.name}, a format that can run code when it is loaded"
             yield why, "Save them as safetensors: save_pretrained(…, safe_serialization=True)."
     yield f"it has no {WEIGHTS_FILE}", hint
 
@@ -165,7 +165,7 @@ def _unserved(made: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[t
         targets = []
     if not isinstance(targets, str | list):
         yield (
-            f"target_modules in its {CONFIG_FILE} is {json.dumps(targets)}, and names no layer",
+            f"target_modules in its {CONFIG_FILE} is {json.dumps(targets)}, which names no layer",
             "Save it with PEFT.",
         )
         return
@@ -204,7 +204,7 @@ def _base_model(named: str, base: str, adapter: Path, attempted: str) -> str:
     if is_same:
         if why:
             raise TrainError(attempted, why, f"Train it on {base} with PEFT, and save it again.")
-        return not_compared and f"its matrices were not compared with those of its base model: {not_compared}"
+        return not_compared and f"its shapes were not compared with its base model: {not_compared}"
     unknown = f"its base model, {named}, is not on this machine" if named else "it names no base model"
     if why := why or not_compared:
         raise TrainError(attempted, f"{unknown}, and {why}", f"If {base} is its base model, {change}.")

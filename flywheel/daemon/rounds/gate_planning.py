@@ -71,15 +71,11 @@ def next_test(conn: Connection, config: Config) -> NextTest:
 def _shortfall(gate: GateSettings, conversations: int, share: float, missing: int | None) -> str:
     if missing == 0:
         return ""
-    held_out = quantity(conversations, "held-out conversation")
-    detects = (
-        f"the gate would detect a gain of 10 points {share:.0%} of the time; {gate.min_power:.0%}"
-        " (gate.min_power) is required"
-    )
+    required = f"for {gate.min_power:.0%} power (gate.min_power) to detect a gain of 0.10; now {share:.0%}"
     if missing is None:
-        return f"gate.max_tasks {gate.max_tasks} is too low: with {held_out}, {detects}"
-    needed = quantity(conversations + missing, "held-out conversation")
-    return f"{conversations:,} of {needed}: with {conversations:,}, {detects}"
+        return f"gate.max_tasks {gate.max_tasks} is too low {required}"
+    more = quantity(missing, "more held-out conversation")
+    return f"waiting for {more} ({conversations:,} of {conversations + missing:,}, {required})"
 
 
 def _spread_out(tasks: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -149,8 +149,8 @@ def _check(conn: Connection, config: Config, attempted: str) -> None:
         raise TrainError(
             attempted,
             why,
-            "Put the new base model to work first, with `flywheel rollback --to base`, or set model.base back. If it"
-            " is the same model in another place, keep the old path as a link.",
+            "Serve the new base model first (`flywheel rollback --to base`), or set model.base back. If the same"
+            " model was moved, keep the old path as a link.",
         )
 
 
@@ -171,7 +171,7 @@ def plan(
     if place is None and rounds.live(conn) is None and not samples.count_free(conn, takes.train):
         raise TrainError("plan a round", *none_free(conn, config))
     if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
-        why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
+        why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: the gate would reject all"
         raise TrainError("plan a round", why, _COLLECT.format("gate.min_tasks"))
     coming = next_test(conn, config)
     if coming.shortfall:
@@ -285,7 +285,7 @@ def _spec(
         why = next(iter(tasks.left_out.values()))
         raise TrainError(
             f"start {values['round_id']}",
-            f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
+            f"none of its {quantity(len(tasks.left_out), 'task')} can be used: {why}",
             "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
     if trains:

@@ -67,7 +67,7 @@ def explained(attempted: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "Let this user write there, and run it again. The daemon tries it again by itself."
+        hint = "Give this user write permission there, and run it again. The daemon retries by itself."
         why = f"{error.filename or 'a file'}: {error.strerror or error}"
         raise StoreError(attempted, why, hint, retryable=True) from error
 
@@ -201,7 +201,7 @@ def _rewrite(path: Path, keys: Set[str], system_prompts: frozenset[str]) -> bool
     if path.suffix != ".json":
         return False
     if (value := _parsed(path.read_bytes())) is REMOVED:
-        why = "it is no JSON, so that it is unknown whether texts of the tasks are in it"
+        why = "it is not JSON, so it is unknown whether it contains texts of the tasks"
         raise StoreError(f"erase tasks from {path}", why, "Remove it, and run this again.")
     if (left := without(value, keys, system_prompts)) is REMOVED:
         path.unlink()
@@ -240,7 +240,7 @@ def _prompts_of_result(path: Path) -> frozenset[str]:
     return frozenset()
 
 
-UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and the others are too few to prove it"
+UNPROVABLE: Final = "texts of its probe were erased, and the rest is too little for the weight check"
 
 
 def erase_from_results(conn: Connection, keys: Set[str]) -> list[str]:

@@ -152,5 +152,5 @@ async def _without_listed(config: Config, found: Sequence[tuple[Row[Any], str]])
             async with Replica(url, admin_key(config, entry, f"ask {url}")) as replica:
                 listed |= dict.fromkeys((await replica.models()).values(), f"{url} still lists it")
         except ServeError as error:
-            trouble = f"{url} cannot be asked whether it still lists it: {error.why}"
+            trouble = f"{url} does not say whether it still lists it: {error.why}"
     return [(each, why or listed.get(each.adapter, trouble) if each.requested else why) for each, why in found]

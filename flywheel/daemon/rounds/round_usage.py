@@ -22,10 +22,10 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
     if limits.tokens_per_day is not None:
         tokens = limits.tokens_per_day - judge_usage.tokens_today(conn)
         name = f"judge.budget.tokens_per_day ({limits.tokens_per_day:,})"
-        rows.append(Allowance(tokens, f"{name} is spent; it goes on at midnight UTC"))
+        rows.append(Allowance(tokens, f"{name} is spent; judging resumes at midnight UTC"))
     if (tokens_of_run := budget.run_left()) is not None:
         name = f"judge.budget.tokens_per_run ({limits.tokens_per_run:,})"
-        rows.append(Allowance(tokens_of_run, f"{name} is spent; it goes on with the next run"))
+        rows.append(Allowance(tokens_of_run, f"{name} is spent; judging resumes with the next run"))
     return min(rows, key=lambda row: row.tokens, default=None)
 
 

@@ -278,7 +278,7 @@ class Rounds:
         row = await self._store.write(planner.begin, row, own.config, own.rubric)
         spec = await self._store.read(planner.spec_of, row, own.config, own.rubric, own.suites)
         for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
-            log.warning("%s: an unrecorded worker (process %d) is stopped", row.name, stray.pid)
+            log.warning("%s: stopping a worker without a record (process %d)", row.name, stray.pid)
             await stray.stop()
         worker = await WorkerProcess.start(Path(row.dir), spec, usage.settle)
         pid = worker.pid
@@ -295,7 +295,7 @@ class Rounds:
     async def _adopt(self, row: Row[Any]) -> WorkerProcess | None:
         """The worker that an earlier daemon started; None if it has ended."""
         if (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
-            log.info("%s: the worker of an earlier daemon (process %d) is adopted", row.name, worker.pid)
+            log.info("%s: resuming with the worker of an earlier daemon (process %d)", row.name, worker.pid)
             await asyncio.to_thread(_end_other_version, row.name, worker.dir)
         return worker
 
@@ -306,7 +306,9 @@ class Rounds:
         round is planned again, or its worker goes on."""
         if not why and self._stop.detaches:
             if worker is not None:
-                log.info("%s: its worker (process %d) goes on; the next daemon adopts it", row.name, worker.pid)
+                log.info(
+                    "%s: its worker (process %d) keeps running; the next daemon resumes with it", row.name, worker.pid
+                )
             return
         await (worker.stop() if worker is not None else _stop_workers(row))
         if why:
@@ -364,7 +366,7 @@ class Rounds:
         except OSError as error:
             why = f"{error.filename or result.adapter.path}: {error.strerror or error}"
             await self._note(f"{row.name} cannot be decided: {why}")
-            attempted, hint = f"read the adapter of {row.name}", "Correct that: the daemon decides the round again."
+            attempted, hint = f"read the adapter of {row.name}", "Correct that; the daemon then retries the decision."
             raise TrainError(attempted, why, hint, retryable=True) from error
         if found != result.adapter.sha256:
             return RoundState.FAILED, f"the files in {result.adapter.path} have changed"
@@ -540,7 +542,7 @@ def _ab_test(config: Config, urls: Collection[str]) -> ABTestRequest | None:
         return None
     pulled = pulled_servers(call_log_copy_path(config.state_dir))
     if off := [url for url in urls if url in pulled and pulled[url].condition == OFF]:
-        log.warning("the promotion is not watched: %s records no calls", ", ".join(off))
+        log.warning("no canary for this promotion: %s records no calls", ", ".join(off))
         return None
     return ABTestRequest(share, secrets.token_hex(16))
 
@@ -551,10 +553,10 @@ def _end_other_version(name: str, directory: Path) -> None:
     if (version := version_of(directory)) in (None, __version__):
         return
     if has_format(directory):
-        log.info("%s: its worker is of version %s, and ends at its next checkpoint", name, version)
+        log.info("%s: its worker of version %s ends at its next checkpoint", name, version)
         (directory / END_FILE).touch()
     else:
-        log.info("%s: its worker is of version %s, and goes on: its files have another format", name, version)
+        log.info("%s: its worker of version %s keeps running: its files have another format", name, version)
 
 
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -63,7 +63,7 @@ class AvailableSamples:
         if not self.widened or self.usable < self.needs:
             return ""
         shares = " and ".join(f"one {name} may be {share:.0%}" for name, share in self.widened.items())
-        return f"{shares} of a round, more than `influence` allows: there are too few others to fill a round"
+        return f"{shares} of a round, above the cap of `influence`: there are too few others to fill it"
 
 
 class AvailableSamplesCache:

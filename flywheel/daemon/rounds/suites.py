@@ -54,7 +54,7 @@ def require_grader(config: Config, rubric: Rubric) -> None:
     if chain is not None and chain.decides and "rubric" not in config.filter.model_fields_set:
         raise ConfigError(
             "reward the answers of a round",
-            f"{config.filter.chain} has no enabled `llm_evaluate`, so no judge is asked, and names none for rounds",
+            f"{config.filter.chain} has no enabled `llm_evaluate`, and no judge for rounds",
             "Set `task_judge.judge_protocol` with a workflow in it, enable `llm_evaluate`, or set filter.rubric.",
         )
     require_judge(rubric, config.judge)
@@ -97,10 +97,10 @@ def _check_power(name: str, given: SuiteSettings, tasks: Sequence[RoundTask], co
     needed = larger[bisect_left(larger, MIN_POWER, key=lambda n: power_on_suite(n, n, margin, config.gate))]
     raise ConfigError(
         f"use gate.suites.{name}",
-        f"{given.file} has {quantity(conversations, 'different conversation')}, and {needed:,} are needed: a"
-        f" candidate that is as good would pass with the margin {margin:g} {power:.0%} of the time, and"
-        f" {MIN_POWER:.0%} is required",
-        "Add tasks, raise the margin, or leave it out: the suite is then reported and prevents nothing.",
+        f"{given.file} has {quantity(conversations, 'different conversation')}, and {needed:,} are needed:"
+        f" with the margin {margin:g}, an equally good candidate would pass {power:.0%} of the time, not"
+        f" {MIN_POWER:.0%}",
+        "Add tasks or raise the margin. Without a margin, the suite is reported and blocks nothing.",
     )
 
 
@@ -121,5 +121,5 @@ def apart_from(suites: Iterable[Suite], tasks: Iterable[RoundTask]) -> tuple[lis
         if near is None:
             kept.append(task)
         else:
-            left_out[task.task_id] = f"it begins nearly as {near} does, a task of gate.suites"
+            left_out[task.task_id] = f"it begins almost like {near}, a task of gate.suites"
     return kept, left_out

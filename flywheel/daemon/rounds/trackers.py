@@ -113,7 +113,7 @@ class Trackers:
         if code and path not in self._failed:
             self._failed.add(path)
             why = f"no answer for {END_SECONDS} s" if code == -signal.SIGALRM else last_line(path)
-            log.warning("%s is not wholly sent to %s: %s. See %s", path.parent.name, path.stem, why, path)
+            log.warning("%s was only partly sent to %s: %s. See %s", path.parent.name, path.stem, why, path)
 
 
 def _logs(tracking: TrackingSettings) -> list[Path]:

@@ -58,7 +58,7 @@ MAX_VECTOR_BYTES: Final = 1 << 20
 TEXT_ERRORS: Final = frozenset({400, 413, 422})
 HINTS: Final = {
     401: "Put the right key into {key} (or into deduplication's api_key).",
-    402: "Fill up the account of the key in {key} (or in deduplication's api_key).",
+    402: "Add credit to the account of the key in {key} (or in deduplication's api_key).",
     403: "Use a key with access to this model.",
     404: "Check deduplication's model and base_url.",
 }
@@ -179,8 +179,8 @@ class Embedder:
         batches = (texts[start : start + size] for start in range(0, len(texts), size))
         vectors = [vector for batch in batches for vector in self._batch(batch)]
         if len({len(vector) for vector in vectors if vector}) > 1:
-            why = "it returned vectors of several lengths: there is more than one model behind it"
-            raise self._failure(why, "Let one model answer by this name; the tasks wait.")
+            why = "it returned vectors of several lengths: more than one model answers by this name"
+            raise self._failure(why, "Serve one model by this name. The tasks stay pending.")
         return vectors
 
     def close(self) -> None:

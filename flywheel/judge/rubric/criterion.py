@@ -182,7 +182,7 @@ class Criterion(Part):
     def _can_be_required(cls, required: bool, info: ValidationInfo) -> bool:
         weight = info.data.get("weight", 1.0)
         if required and weight < 0:
-            raise invalid("a criterion cannot be required and take away", "weight")
+            raise invalid("a required criterion cannot have a negative weight", "weight")
         if required and weight == 0:
             why = "it is required but has weight 0: give it a positive weight, or leave out `required`"
             raise invalid(why, "weight")
@@ -228,7 +228,7 @@ def _spread(choices: Any) -> Any:
     if any(name != name.strip() or not name for name in names):
         raise ValueError("choices must not be empty, nor begin or end with white space")
     if (names or isinstance(choices, list)) and len({name.casefold() for name in names}) < max(2, len(names)):
-        raise ValueError("there must be at least two choices, which differ not only in upper and lower case")
+        raise ValueError("there must be at least two choices that differ in more than upper and lower case")
     if isinstance(choices, dict):
         return dict(zip(names, choices.values(), strict=True))
     return {name: index / (len(names) - 1) for index, name in enumerate(names)}

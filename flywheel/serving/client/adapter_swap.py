@@ -59,7 +59,7 @@ async def _is_there(replica: Replica, call: Coroutine[Any, Any, object], has_lef
     except ServeError as error:
         if not await has_left(replica):
             raise
-        log.info("%s has left, and the swap goes on without it: %s", replica.url, error)
+        log.info("%s is gone; the swap continues without it: %s", replica.url, error)
         return False
     return True
 
@@ -73,8 +73,8 @@ async def _present(calls: Mapping[Replica, Coroutine[Any, Any, object]], has_lef
 
 def _some(left: list[T]) -> list[T]:
     if not left:
-        why = "every one that serving.urls stood for has left meanwhile"
-        raise ServeError("find a replica", why, "It is tried again with those that come.", retryable=True)
+        why = "all replicas of serving.urls have gone meanwhile"
+        raise ServeError("find a replica", why, "It is retried when replicas are available.", retryable=True)
     return left
 
 
@@ -175,7 +175,7 @@ class RollbackError(ServeError):
             " ".join(report.errors),
             "The others have it. The daemon brings these there when they answer again; without it, roll back again."
             if report.any_followed
-            else "Nothing was changed. Mend this and roll back again.",
+            else "Nothing was changed. Fix this, then roll back again.",
             retryable=True,
         )
 
@@ -508,8 +508,8 @@ async def _still_there(step: _Step) -> None:
     if lost := adapters - (await step.replica.models()).keys() if adapters else None:
         raise ServeError(
             f"point an alias at {step.target} on {step.replica.url}",
-            f"{' and '.join(sorted(lost))} is not loaded there any more: the server has restarted",
-            "It is tried again; by hand, deploy again.",
+            f"{' and '.join(sorted(lost))} is no longer loaded there: the server has restarted",
+            "The daemon retries; by hand, deploy again.",
             retryable=True,
         )
 

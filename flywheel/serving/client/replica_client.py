@@ -329,7 +329,7 @@ class Replica:
             raise AliasChangedError(
                 attempted,
                 f"{message_of(response)}, not {expected}: something else has changed it",
-                "See that only one Flywheel looks after this server.",
+                "Make sure that only one Flywheel manages this server.",
                 retryable=True,
             )
         if response.status_code != 200:

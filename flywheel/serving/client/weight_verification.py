@@ -166,7 +166,7 @@ async def prove(replica: Replica, model: str, base_model: str, probe: Probe) -> 
         needed = figures.tokens_needed
         raise ServeError(
             attempted,
-            f"the {figures.tokens} tokens of its probe cannot tell it from {others}: the standard error is"
+            f"the {figures.tokens} tokens of its probe cannot distinguish it from {others}: the standard error is"
             f" {figures.standard_error:.2f}, and must be {LARGEST_ERROR}; "
             + (f"about {needed} such tokens would tell" if needed else "no number of tokens would tell"),
             "It differs too little for this precision. Train further from the version that serves.",

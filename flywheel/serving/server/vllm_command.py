@@ -261,9 +261,9 @@ def adopt(config: Config, versions: Mapping[str, str] | None = None) -> None:
                     copies.take(folder / each.path, each.sha256)
             make_private(file.parent)
             write_aliases(file, saved := {**saved, alias: copies.located(target)})
-            log.info("%s starts as %s, as %s has it", alias, target.name, folder / CURRENT_FILE)
+            log.info("%s starts with %s, as recorded in %s", alias, target.name, folder / CURRENT_FILE)
         except (OSError, ValueError) as error:
-            log.warning("%s is not adopted as %s from %s: %s", target.name, alias, folder, error)
+            log.warning("%s is not restored as %s from %s: %s", target.name, alias, folder, error)
 
 
 def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
@@ -382,7 +382,7 @@ def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple
         if version := (versions or {}).get(alias):
             waiting[alias] = f"{version} is deployed, and this server has not served it yet"
         elif config.serving.start == "wait":
-            waiting[alias] = "the daemon has not confirmed what it stands for (serving.start: wait)"
+            waiting[alias] = "the daemon has not set its adapter yet (serving.start: wait)"
     # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
     for alias, target in sorted(saved.items(), key=lambda entry: entry[0] not in config.aliases):
         refused = []
@@ -396,7 +396,7 @@ def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple
         if len(refused) == len(target.versions):
             waiting[alias] = "; ".join(refused)
         elif refused:
-            log.warning("%s is answered by its other version alone: %s", alias, refused[0])
+            log.warning("%s: only the other version of the A/B test answers: %s", alias, refused[0])
     return adapters, waiting
 
 

@@ -194,7 +194,7 @@ class BatchReader:
                 at = after(at, rest, rest, state)
             elif is_final or self._unfinished.get(path) == (rest.start, rest.end):
                 warnings.append(
-                    f"{path}: line {file.line_number(rest.start)} is incomplete: it is read when it is whole"
+                    f"{path}: line {file.line_number(rest.start)} is incomplete: it is read once complete"
                 )
             self._unfinished[path] = rest.start, rest.end
         self._read_to[path] = noted(at, state)

@@ -469,7 +469,7 @@ def _skip(
     if tools := [str(tool) for raw in pending for tool in at.value_of(raw) or ()]:
         return SkipReason.UNFINISHED, f"{AWAITS_TOOLS}{', '.join(tools)} is allowed or carried out elsewhere"
     if not has_query:
-        return SkipReason.NO_QUERY, "the agent was handed no text and no image"
+        return SkipReason.NO_QUERY, "the agent received neither text nor image"
     return None, ""
 
 

@@ -63,7 +63,7 @@ def read_selection(directory: Path) -> list[dict[str, Any]]:
 
 
 def why_set_aside(line: Mapping[str, Any]) -> str:
-    return f"set aside: its loss of {line['loss']:.2f} nats a token is among the highest, where wrong labels are"
+    return f"set aside: its loss of {line['loss']:.2f} nats a token is among the highest: often a wrong label"
 
 
 def losses_in(directories: Iterable[Path]) -> dict[str, float]:

@@ -132,7 +132,7 @@ def check_quantization(quantization: Quantization | None, *, has_gpu: bool | Non
     attempted = f"quantise the trainer's base model (model.trainer_quantization: {quantization})"
     if not has_gpu:
         hint = "Remove model.trainer_quantization, or run rounds on a GPU."
-        raise TrainError(attempted, "there is no GPU, whose memory it would save", hint)
+        raise TrainError(attempted, "it saves GPU memory, and there is no GPU", hint)
     if importlib.util.find_spec("bitsandbytes") is None:
         install = f"pip install {own_package.requirement('quantized')}"
         hint = f"Install it: {install}, or remove model.trainer_quantization."

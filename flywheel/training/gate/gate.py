@@ -222,7 +222,7 @@ def _objections(comparison: Comparison, gate: GateSettings) -> Iterator[tuple[De
         found, about = criteria.get(name), {"criterion": name}
         tasks = found.tasks if found is not None else 0
         if found is None or tasks < gate.min_tasks:
-            few = f"it was looked at on {_count(tasks)}, fewer than {gate.min_tasks}"
+            few = f"it has verdicts on {_count(tasks)}, fewer than {gate.min_tasks}"
             yield DecisionReason.FEW_ON_CRITERION, f"not enough evidence on {name}: {few}", about
         elif found.lower <= -margin:
             why = f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"

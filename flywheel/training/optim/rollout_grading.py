@@ -76,7 +76,7 @@ class PauseLimits:
                     self._sleep(max(0.0, min(seconds, end - self._clock())))
                     if is_back():
                         self.answered()
-                        log.warning("the judge is back: the round goes on")
+                        log.warning("the judge answers again: the round continues")
                         return True
                     if self._clock() >= end:
                         return False

@@ -57,7 +57,7 @@ def install_shim(program: AgentProgram) -> None:
         if found is None:
             missing.append(root)
         if why:
-            notes.append(f"{why}: what Flywheel provides in its place is used")
+            notes.append(f"{why}: Flywheel's replacement is used")
         elif found is not None and unset:
             notes.append(
                 f"{root} is the installed one ({found.__file__}): for its create_external_llm_fn,"

@@ -193,7 +193,7 @@ def no_safetensors(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (only_pickled, "its weights are in adapter_model.bin, a format that can hold code"),
+        (only_pickled, "its weights are in adapter_model.bin, a format that can run code"),
         (whole_model, "it holds a whole model, not a LoRA adapter"),
         (empty, "it has no adapter_config.json"),
         (shutil.rmtree, "there is no such folder"),
@@ -252,7 +252,7 @@ def test_target_modules_that_name_no_layer_are_refused(adapter: Path, config: Co
         TrainError, match=r"^cannot compare it: target_modules in its adapter_config\.json is "
     ) as refused:
         taken(adapter, config)
-    assert refused.value.why.endswith(f"is {targets}, and names no layer")
+    assert refused.value.why.endswith(f"is {targets}, which names no layer")
 
 
 def test_a_base_model_that_cannot_be_built_is_said(adapter: Path, config: Config, tmp_path: Path) -> None:
@@ -260,9 +260,7 @@ def test_a_base_model_that_cannot_be_built_is_said(adapter: Path, config: Config
     (own / "config.json").write_text('{"model_type": "of-somebody"}')
     changed(adapter, base_model_name_or_path=str(own))
     made = taken(adapter, with_settings(config, model={"base": str(own)}))
-    assert made.base.startswith(
-        f"its matrices were not compared with those of its base model: {own} cannot be built: "
-    )
+    assert made.base.startswith(f"its shapes were not compared with its base model: {own} cannot be built: ")
     assert made.base in made.summary
 
 
@@ -310,7 +308,7 @@ def test_names_of_the_hub_are_compared_as_names(adapter: Path, config: Config) -
         taken(adapter, named)
     changed(adapter, base_model_name_or_path="some/model")
     assert taken(adapter, named).base == (
-        "its matrices were not compared with those of its base model: Some/Model is not on this machine"
+        "its shapes were not compared with its base model: Some/Model is not on this machine"
     )
 
 
@@ -424,7 +422,7 @@ async def test_data_without_a_held_out_conversation_is_recorded(
     data = write_lines(tmp_path / "data.jsonl", *lines, {"messages": [{"role": "user", "content": "Hello!"}]})
     spec = await planned(filled, config, adapter, data)
     assert spec.candidate is not None
-    assert spec.candidate.exposure == f"no held-out conversation is in {data} (3 lines), its data"
+    assert spec.candidate.exposure == f"no held-out conversation is in its training data, {data} (3 lines)"
     assert spec.candidate.trained_on == str(data)
 
 
@@ -452,7 +450,7 @@ async def test_an_adapter_that_was_trained_on_held_out_conversations_is_refused(
     data = write_lines(tmp_path / "data.jsonl", as_task("Hello?"), *(form(each.query) for each in held_out))
     with pytest.raises(TrainError) as refused:
         await planned(filled, config, adapter, data)
-    assert "conversations of 2 held-out tasks begin as" in refused.value.why
+    assert "contamination: 2 held-out tasks" in refused.value.why
     lines = await filled.read(lambda conn: rounds.payloads(conn, range(1, 99)))
     keys = [line["task_id"] for line in lines if line["main_query"] in {each.query for each in held_out}]
     assert all(key in refused.value.why for key in keys)

@@ -185,7 +185,7 @@ async def test_an_adapter_that_cannot_be_proven_any_more_is_marked_and_not_deplo
     (adapter_dir / "weights").write_text("1")
     config = make_config(directory, model={"base": "a/base", "alias": "agent"}, serving={"urls": [server[1]]})
     await store.write(_put_files, adapter_dir)
-    with pytest.raises(ServeError, match=f"deploy adapter r0001: {UNPROVABLE}.*A rollback to it needs no proof"):
+    with pytest.raises(ServeError, match=f"deploy adapter r0001: {UNPROVABLE}.*A rollback to this one needs no"):
         await Deployer(store, config).deploy("r0001", "test")
 
 

@@ -183,7 +183,7 @@ async def test_of_what_was_deployed_nothing_goes_while_a_server_cannot_be_asked(
     state.server.faults["/v1/models"] = (503, "starting")
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"], "r0004 and r0005 were never on a server"
-    assert "cannot be asked whether it still lists it" in done.kept[0].why
+    assert "does not say whether it still lists it" in done.kept[0].why
 
 
 async def test_a_look_removes_nothing_and_says_what_would_go(state: Old) -> None:

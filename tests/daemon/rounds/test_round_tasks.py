@@ -401,7 +401,7 @@ async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_r
     use = round_config(tmp_path, rollout={**rollout, "tools": {"uncalled": "use"}})
     assert len((await spec_again(store, use)).train) == 2
     every = round_config(tmp_path, rollout={"finish_tools": ["submit", "add"]})
-    with pytest.raises(TrainError, match=r"start r0001: none of its 2 tasks can be asked: the agent called no tool"):
+    with pytest.raises(TrainError, match=r"start r0001: none of its 2 tasks can be used: the agent called no tool"):
         await spec_again(store, every)
 
 

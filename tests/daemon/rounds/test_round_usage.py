@@ -137,13 +137,13 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
     last = await lent()
     assert (last.tokens, last.why) == (
         400,
-        "judge.budget.tokens_per_run (5,000) is spent; it goes on with the next run",
+        "judge.budget.tokens_per_run (5,000) is spent; judging resumes with the next run",
     )
     # Another daemon is another run.
     again = RoundUsage(wheel.store, Budget(judge.budget), judge, row.id, directory)
     await again.settle()
     assert Allowance.read(directory) == Allowance(
-        600, "judge.budget.tokens_per_day (1,000) is spent; it goes on at midnight UTC"
+        600, "judge.budget.tokens_per_day (1,000) is spent; judging resumes at midnight UTC"
     )
 
 
@@ -175,7 +175,7 @@ async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str
     going._budget.book(100)
     assert not await going.start_due()
     state = await wheel.store.read(snapshot, config)
-    assert state["waiting_for"].startswith(f"judge.budget.{limit} (100) is spent; it goes on ")
+    assert state["waiting_for"].startswith(f"judge.budget.{limit} (100) is spent; judging resumes ")
     with pytest.raises(TrainError, match=limit):
         await going.plan("by hand")
 
@@ -217,7 +217,7 @@ async def test_a_round_that_waits_for_midnight_is_left_to_wait(
     )
     going = wheel.others(with_judge(wheel, budget={"tokens_per_day": 100}))
     await going.plan("test")
-    spent = Allowance(100, "judge.budget.tokens_per_day (100) is spent; it goes on at midnight UTC")
+    spent = Allowance(100, "judge.budget.tokens_per_day (100) is spent; judging resumes at midnight UTC")
     directory = wheel.config.state_dir / "rounds" / (await wheel.row()).name
 
     async def told_of() -> list[Any]:

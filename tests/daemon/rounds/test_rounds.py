@@ -439,7 +439,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
         going = asyncio.create_task(wheel.rounds.finish_live())
         # A worker is watched once it has been asked to end.
         await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
-        assert f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted" in caplog.messages
+        assert f"r0001: resuming with the worker of an earlier daemon (process {left.pid})" in caplog.messages
         assert (directory / "end-at-checkpoint").exists() is ends
         error = {"error": "cannot go on with the round: it was asked to end", "hint": "", "retryable": ends}
         write_json(directory / "error.json", error)
@@ -470,7 +470,7 @@ async def test_an_adopted_worker_whose_files_have_an_earlier_format_is_left_to_e
         assert not (directory / "end-at-checkpoint").exists()
         (directory / "result.json").write_text(workers.REFUSED)
     assert await going is RoundState.REJECTED
-    assert "its worker is of version 0.0.1, and goes on: its files have another format" in caplog.text
+    assert "its worker of version 0.0.1 keeps running: its files have another format" in caplog.text
     assert not (directory / "started-again").exists()
     assert {each["step"] for each in rollout_file.rollouts(directory)} == {1, 2}
 

@@ -205,7 +205,7 @@ def test_tasks_that_begin_nearly_as_one_of_a_suite_does_are_not_trained_on(asked
     )  # fmt: skip
     kept, left_out = apart_from([suite], [round_task("t-1", asked), later_turn, round_task("t-3", "Who are you?")])
     assert [task.task_id for task in kept] == (["t-3"] if is_near else ["t-1", "t-2", "t-3"])
-    reason = "it begins nearly as way/1 does, a task of gate.suites"
+    reason = "it begins almost like way/1, a task of gate.suites"
     assert left_out == ({"t-1": reason, "t-2": reason} if is_near else {})
 
 
@@ -229,11 +229,11 @@ async def test_a_planned_round_leaves_the_tasks_of_its_suites_out(tmp_path: Path
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     spec = await store.read(planner.spec_of, row, config, rubric, suites_of(config, rubric))
     assert [task.exchange.query for task in spec.train] == ["What else is there?"]
-    assert list(spec.left_out.values()) == [f"it begins nearly as {spec.suites[0].tasks[0].task_id} does, a task of"
+    assert list(spec.left_out.values()) == [f"it begins almost like {spec.suites[0].tasks[0].task_id}, a task of"
                                             " gate.suites"]  # fmt: skip
     assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
     suite_file(tmp_path, [{"question": QUESTION}, {"question": "what ELSE is there"}])
-    with pytest.raises(TrainError, match=r"none of its 2 tasks can be asked: it begins nearly as way/"):
+    with pytest.raises(TrainError, match=r"none of its 2 tasks can be used: it begins almost like way/"):
         await store.read(planner.spec_of, row, config, rubric, suites_of(config, rubric))
 
 
@@ -250,5 +250,5 @@ def test_a_round_on_files_asks_the_suites_and_trains_on_none_of_their_tasks(tmp_
     spec = spec_on_files(without, data, held_out, compares=False)
     assert (len(spec.train), spec.suites) == (12, []), "nothing is compared without a rubric"
     suite_file(tmp_path, lines)
-    with pytest.raises(ConfigError, match="is left out: it begins nearly as sums/"):
+    with pytest.raises(ConfigError, match="is left out: it begins almost like sums/"):
         spec_on_files(config, data, held_out)

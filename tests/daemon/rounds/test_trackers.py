@@ -105,7 +105,7 @@ async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
     assert made.steps == 2
     assert len((tmp_path / "round" / "metrics.jsonl").read_text().splitlines()) == 2
     [warning] = [record.getMessage() for record in caplog.records if "trackio" in record.getMessage()]
-    assert warning.startswith("tune is not wholly sent to trackio: ")
+    assert warning.startswith("tune was only partly sent to trackio: ")
     assert ("no answer for 8 s" if wrong == "hangs" else "a reason") in warning
 
 
@@ -244,7 +244,7 @@ async def test_two_processes_of_a_round_that_fail_are_one_warning_and_a_decision
         made.end(tmp_path / "r0001", tracking, {"outcome": outcome})
         await made.close()
     assert len(started) == 3
-    warnings = [each.getMessage() for each in caplog.records if "not wholly sent to mlflow" in each.getMessage()]
+    warnings = [each.getMessage() for each in caplog.records if "only partly sent to mlflow" in each.getMessage()]
     assert len(warnings) == 1
 
 

@@ -269,7 +269,7 @@ def test_odd_steps_break_no_check(kind: str) -> None:
         ({"type": "call-format", "value": "invalid"}, "would reward those: make it negative"),
         ({"type": "call-format", "weight": -1}, "would punish those: make it positive"),
         ({"type": "step-efficiency", "weight": -1}, "would punish those: make it positive"),
-        ({"type": "timeout", "weight": -1, "required": True}, "required and take away"),
+        ({"type": "timeout", "weight": -1, "required": True}, "cannot have a negative weight"),
         ({"type": "timeout", "weight": -1, "value": 0}, "seconds above 0"),
         ({"type": "call-format", "value": "good"}, "must be `valid` or `invalid`"),
         ({"type": "redundant-call", "weight": -1, "value": []}, "names of tools"),

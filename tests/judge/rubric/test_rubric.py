@@ -43,7 +43,10 @@ YES = {"id": "a", "value": "It is so."}
         ({"id": "r", "criteria": [{**YES, "choices": ["", "good"]}]}, "white space"),
         ({"id": "r", "criteria": [{**YES, "weight": True}]}, "must be a number"),
         ({"id": "r", "threshold": False, "criteria": [YES]}, "must be a number"),
-        ({"id": "r", "criteria": [{**YES, "required": True, "weight": -1}, {"id": "b", "value": "x"}]}, "take away"),
+        (
+            {"id": "r", "criteria": [{**YES, "required": True, "weight": -1}, {"id": "b", "value": "x"}]},
+            "cannot have a negative weight",
+        ),
         ({"id": "r", "criteria": [{**YES, "weight": float("nan")}]}, "finite number"),
         (
             {"id": "r", "criteria": [{**YES, "choices": {"poor": 0, "fair": 0.5}}]},

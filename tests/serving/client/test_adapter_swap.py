@@ -225,6 +225,8 @@ async def test_a_server_that_answers_with_the_parents_weights_is_not_swapped_to(
 
 
 async def test_what_cannot_be_told_from_its_parent_is_not_swapped_to(fleet: Fleet) -> None:
-    with pytest.raises(ServeError, match=r"cannot tell it from its parent and the base model.*no number of tokens"):
+    with pytest.raises(
+        ServeError, match=r"cannot distinguish it from its parent and the base model.*no number of tokens"
+    ):
         await fleet.swap(probe=with_parent(0.0))
     assert await fleet.answers() == [OLD, OLD]

@@ -115,7 +115,7 @@ async def proven(probe: Probe, measured: np.ndarray, base: np.ndarray) -> tuple[
                 assert figures.passed
                 why = ""
             except ServeError as error:
-                assert (error.condition == Condition.WRONG_WEIGHTS) is ("cannot tell" not in str(error))
+                assert (error.condition == Condition.WRONG_WEIGHTS) is ("cannot distinguish" not in str(error))
                 why = str(error)
     return app.calls.count("POST /v1/completions"), why
 
@@ -132,7 +132,7 @@ async def test_what_stays_indistinct_says_how_many_tokens_would_tell() -> None:
     versions, probe = logprobs(0.2)
     requests, why = await proven(probe, versions["adapter"], versions["base"])
     assert requests == 2 * PLACES
-    assert "256 tokens of its probe cannot tell it from its parent and the base model" in why
+    assert "256 tokens of its probe cannot distinguish it from its parent and the base model" in why
     needed = int(why.partition("; about ")[2].partition(" such tokens would tell")[0])
     assert 256 < needed < 100_000
 

@@ -321,7 +321,7 @@ def test_both_versions_of_an_ab_test_are_loaded_again_or_the_one_that_is_whole(
     assert caplog.text == ""
     (folders[0] / "adapter_config.json").unlink()
     assert loaded() == (["agent@r0007"], {})
-    assert "agent is answered by its other version alone: agent@r0008 cannot be served again" in caplog.text
+    assert "agent: only the other version of the A/B test answers: agent@r0008 cannot be served again" in caplog.text
     (folders[1] / "adapter_config.json").unlink()
     adapters, waiting = loaded()
     assert (adapters, list(waiting)) == ([], ["agent"])

@@ -372,7 +372,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
     [batch] = reader.read(cursor)
     assert len(batch.entries) == 1 and not batch.warnings and batch.cursor is not None
     [again] = reader.read(batch.cursor)
-    assert again.warnings == (f"{path}: line 2 is incomplete: it is read when it is whole",)
+    assert again.warnings == (f"{path}: line 2 is incomplete: it is read once complete",)
     with path.open("a") as file:
         file.write(whole[100:])
     [last] = reader.read(batch.cursor)

@@ -294,7 +294,7 @@ async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers:
     write(path, *lines)
     [report] = await ingest(tmp_path, path)
     assert (report.new, report.counts.replies) == (len(lines), len(lines))
-    assert report.warnings == ("some lines have the task_id of a different task: these tasks get a hash as their id",)
+    assert report.warnings == ("some lines have the task_id of a different task: those tasks get a hash as id",)
     assert asked(tmp_path)["math"] == "q0 a"
     add(path, told("math", "another"), told("math", "q1"))
     assert [report.new for report in await ingest(tmp_path, path)] == [1]

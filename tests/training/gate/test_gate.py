@@ -114,7 +114,7 @@ def test_a_criterion_of_which_too_little_was_seen_is_not_shown_to_be_no_worse() 
     for seen, times in ((with_criteria(criterion(tasks=7)), "7 held-out tasks"), (comparison(), "0 held-out tasks")):
         decision = decide(seen, GUARDED)
         assert not decision.promote
-        assert decision.reason.startswith(f"not enough evidence on safe: it was looked at on {times}, fewer than 8")
+        assert decision.reason.startswith(f"not enough evidence on safe: it has verdicts on {times}, fewer than 8")
 
 
 def test_what_got_worse_is_told_whatever_is_decided() -> None:

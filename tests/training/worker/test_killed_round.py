@@ -248,7 +248,7 @@ def test_a_finished_round_keeps_nothing_to_go_on_with(done: Done) -> None:
 def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(done: Done) -> None:
     log = (done.directory / "worker.log").read_text()
     assert "the judge is unreachable (cannot ask the judge demo-judge" in log
-    assert "the judge is back: the round goes on" in log
+    assert "the judge answers again: the round continues" in log
     assert {line["undecided"] for line in done.steps if "undecided" in line} == {0}
     comparison = done.result.comparison
     assert comparison is not None

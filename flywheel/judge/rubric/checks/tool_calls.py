@@ -78,7 +78,7 @@ class ToolCalled(Steps):
     @classmethod
     def _can_be_met(cls, most: int | None, info: ValidationInfo) -> int | None:
         if most is not None and (least := info.data.get("min")) is not None and least > most:
-            raise invalid(f"min {least} is more than max {most}: that is never met", "min")
+            raise invalid(f"min {least} is more than max {most}: no reply can meet that", "min")
         return most
 
     def decide(self, exchange: Exchange, files: Files) -> tuple[float, str]:
