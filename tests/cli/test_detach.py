@@ -72,7 +72,7 @@ def test_a_worker_that_is_left_by_one_daemon_is_adopted_by_the_next(
         [pid] = workers(config.parent)
         # A second signal ends the daemon sooner, and the worker no more than the first.
         assert stop(daemon, signal.SIGTERM, signal.SIGINT) == 0
-        assert f"r0001: its worker (process {pid}) goes on" in (tmp_path / "first.log").read_text()
+        assert f"r0001: its worker (process {pid}) keeps running" in (tmp_path / "first.log").read_text()
         assert workers(config.parent) == [pid]
         assert (live_round(config)["state"], live_round(config)["attempt"]) == ("training", 1)
 

@@ -55,7 +55,7 @@ assert not any(name.partition(".")[0] == "flywheel" for name in sys.modules)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--trained-on", "data.jsonl"], "give --adapter"),
+        (["--trained-on", "data.jsonl"], "needs --adapter"),
         (["--adapter", "lora", "--debug"], "leave out --debug and --force"),
         (["--adapter", "lora", "--force", "--yes"], "leave out --debug and --force"),
     ],

@@ -206,7 +206,7 @@ def test_a_worker_that_runs_is_not_disturbed(directory: Path) -> None:
 
 def test_a_file_that_cannot_be_understood_is_named(directory: Path) -> None:
     (directory / "result.json").write_text(TEXTS[GONE])
-    with pytest.raises(StoreError, match=r"erase tasks from .*result\.json: it is no JSON.*Remove it"):
+    with pytest.raises(StoreError, match=r"erase tasks from .*result\.json: it is not JSON.*Remove it"):
         erase_from_round(directory, ERASED)
     assert any(form in (directory / "spec.json").read_bytes() for form in forms("Amélie")), "it is still to do"
     (directory / "result.json").unlink()
