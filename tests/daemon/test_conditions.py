@@ -366,10 +366,10 @@ async def test_the_disk_of_the_state_fills_up_and_is_freed(tmp_path: Path) -> No
         await sources.well()
         unlimited = resource.prlimit(running.pid, resource.RLIMIT_FSIZE)
         used = max(path.stat().st_size for path in sources.config.state_dir.iterdir())
-        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (used + 50_000, unlimited[1]))
+        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (used + 200_000, unlimited[1]))
         big = [f"big{number}" for number in range(300)]
         # At once: in small portions they could leave no room for the note that says what is wrong.
-        studio.write(*(agent(name, f"question {name} " + "x" * 2000, trace=name) for name in big))
+        studio.write(*(agent(name, f"question {name} " + "x" * 10_000, trace=name) for name in big))
         found = await becomes(sources.config, sources.path, "not stored")
         assert "state database" in found["error"]
         assert (await status(sources.config))["balanced"]
