@@ -176,17 +176,17 @@ def test_a_state_of_another_configuration_is_named_before_it_is_used(flywheel: R
     for path in (one, other):
         path.write_text("sources: []\n")
     for command in (["ingest"], ["filter"]):
-        assert "belongs to" not in flywheel(*command, "-c", one).err
+        assert "shares the state" not in flywheel(*command, "-c", one).err
         for _ in range(2):
             ran = flywheel(*command, "-c", other)
             assert ran.code == 0 and f"{other} shares the state {home} with {one}" in ran.err
-    assert "belongs to" in flywheel("filter", "--dry-run", "-c", other).err
-    assert "belongs to" in flywheel("run", "--once", "-c", other).err
+    assert "shares the state" in flywheel("filter", "--dry-run", "-c", other).err
+    assert "shares the state" in flywheel("run", "--once", "-c", other).err
     one.rename(tmp_path / "moved.yaml")
-    assert "belongs to" not in flywheel("ingest", "-c", tmp_path / "moved.yaml").err
+    assert "shares the state" not in flywheel("ingest", "-c", tmp_path / "moved.yaml").err
     other.write_text("sources: []\nstate: {dir: own}\n")
     (tmp_path / "copy").mkdir()
     assert flywheel("ingest", "-c", other).code == 0
     shutil.copy(other, tmp_path / "copy")
     shutil.copytree(tmp_path / "own", tmp_path / "copy" / "own")
-    assert "belongs to" not in flywheel("ingest", "-c", tmp_path / "copy" / "other.yaml").err
+    assert "shares the state" not in flywheel("ingest", "-c", tmp_path / "copy" / "other.yaml").err
