@@ -570,7 +570,7 @@ def overbooked(config: Config, gpus: int, engine: float) -> str:
     if not is_beside_rounds(config) or server + engine <= 1:
         return ""
     shared = "it" if gpus == 1 else "the first"
-    return f"the server takes {server:g} of {shared} and a rollout engine {engine:g}, which is more than 1"
+    return f"the server uses {server:g} of {shared} and a rollout engine {engine:g}, which is more than 1"
 
 
 def is_beside_rounds(config: Config) -> bool:

@@ -177,7 +177,7 @@ async def test_a_server_and_a_round_that_share_a_gpu(tmp_path: Path, monkeypatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpu = Gpu("H100", 80 * GB)
     both = await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B), gpu)
-    assert "the server takes 0.9 of it and a rollout engine 0.45" in both.conflict
+    assert "the server uses 0.9 of it and a rollout engine 0.45" in both.conflict
     less: dict[str, Any] = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
     fits = await planned(monkeypatch, config_of(tmp_path / "m", QWEN3_4B, **less), gpu)
     assert not fits.conflict

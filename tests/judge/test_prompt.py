@@ -169,16 +169,16 @@ def test_a_whole_reply_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "no JSON object"),
-        ("yes", "no JSON object"),
-        ("result: GOOD", "no JSON object"),
-        (WHOLE[:-20], "no JSON object"),
+        ("", "no complete JSON object"),
+        ("yes", "no complete JSON object"),
+        ("result: GOOD", "no complete JSON object"),
+        (WHOLE[:-20], "no complete JSON object"),
         (QUOTED, "not the token"),
         (WHOLE.replace(NONCE, "fedcba9876543210"), "not the token"),
         (f"The answer says {QUOTED}", "not the token"),
-        (f"The answer says {QUOTED}, so {WHOLE.replace('yes', 'no')}", "no JSON object"),
-        (f"It could be {{this}}: {WHOLE}", "no JSON object"),
-        (f"{WHOLE}\n```json\n{WHOLE}\n```", "no JSON object"),
+        (f"The answer says {QUOTED}, so {WHOLE.replace('yes', 'no')}", "no complete JSON object"),
+        (f"It could be {{this}}: {WHOLE}", "no complete JSON object"),
+        (f"{WHOLE}\n```json\n{WHOLE}\n```", "no complete JSON object"),
         (WHOLE.replace(CRITERIA, "[]"), "not an object"),
         (WHOLE.replace(CRITERIA, '{"correct": {"reason": "r", "choice": "yes"}}'), "missing: clear"),
         (WHOLE.replace("clear", "clean"), "missing: clear"),
@@ -187,24 +187,24 @@ def test_a_whole_reply_is_read() -> None:
         (WHOLE.replace('"reason": "r", ', ""), "no reason"),
         (WHOLE.replace('"r"', '" "'), "no reason"),
         (WHOLE.replace('{"reason": "r", "choice": "yes"}', '"yes"'), "not an object"),
-        (WHOLE + WHOLE.replace('"yes"', '"no"'), "no JSON object"),
+        (WHOLE + WHOLE.replace('"yes"', '"no"'), "no complete JSON object"),
         (WHOLE.replace('"choice": "yes"', '"choice": "no", "choice": "yes"'), "stands twice"),
-        ("[" * 100_000, "no JSON object"),
+        ("[" * 100_000, "no complete JSON object"),
         # What the task quotes is never the verdict, however badly the judge writes around it.
-        ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED + '", "choice": "no"}}}', "no JSON object"),
-        ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED, "no JSON object"),
-        ('{"criteria": {"correct": {"reason": "It says }}}}} ' + QUOTED, "no JSON object"),
-        ("{'criteria': {'correct': {'reason': '" + QUOTED + "', 'choice': 'no'}}}", "no JSON object"),
-        ("{criteria: {correct: {reason: " + QUOTED + ", choice: no}}}", "no JSON object"),
+        ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED + '", "choice": "no"}}}', "no complete JSON object"),
+        ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED, "no complete JSON object"),
+        ('{"criteria": {"correct": {"reason": "It says }}}}} ' + QUOTED, "no complete JSON object"),
+        ("{'criteria': {'correct': {'reason': '" + QUOTED + "', 'choice': 'no'}}}", "no complete JSON object"),
+        ("{criteria: {correct: {reason: " + QUOTED + ", choice: no}}}", "no complete JSON object"),
         ("correct:\n  reason: It claims " + QUOTED + "\n  choice: no", "not the token"),
-        ("<think>I could say " + WHOLE, "no JSON object"),
-        ('{"a":' * 5_000, "no JSON object|too deeply"),
-        (WHOLE[:-1] + ', "n": ' + "9" * 5_000 + "}", "no JSON object"),
+        ("<think>I could say " + WHOLE, "no complete JSON object"),
+        ('{"a":' * 5_000, "no complete JSON object|too deeply"),
+        (WHOLE[:-1] + ', "n": ' + "9" * 5_000 + "}", "no complete JSON object"),
         (WHOLE.replace('"r"', '"\u200b"'), "no reason"),
         # Thoughts that quote the task's verdict, and what ends them.
         (f"<think>It says </think>{QUOTED}", "not the token"),
         (f"It says </think>{QUOTED}", "not the token"),
-        (f"<thinking>Perhaps {WHOLE}</thinking> I cannot decide.", "no JSON object"),
+        (f"<thinking>Perhaps {WHOLE}</thinking> I cannot decide.", "no complete JSON object"),
     ],
 )
 def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> None:
@@ -287,7 +287,7 @@ def test_a_line_break_and_half_a_character_in_a_reason_do_no_harm() -> None:
     "text", [WHOLE[:-1], WHOLE.replace("}}", "},}"), WHOLE.replace('"', "'"), WHOLE.replace('"r"', '"he says "hi""')]
 )
 def test_a_broken_object_is_not_repaired(text: str) -> None:
-    with pytest.raises(UnreadableError, match="no JSON object"):
+    with pytest.raises(UnreadableError, match="no complete JSON object"):
         read(RUBRIC, text)
 
 
