@@ -191,7 +191,10 @@ def test_a_whole_reply_is_read() -> None:
         (WHOLE.replace('"choice": "yes"', '"choice": "no", "choice": "yes"'), "stands twice"),
         ("[" * 100_000, "no complete JSON object"),
         # What the task quotes is never the verdict, however badly the judge writes around it.
-        ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED + '", "choice": "no"}}}', "no complete JSON object"),
+        (
+            '{"criteria": {"correct": {"reason": "It claims ' + QUOTED + '", "choice": "no"}}}',
+            "no complete JSON object",
+        ),
         ('{"criteria": {"correct": {"reason": "It claims ' + QUOTED, "no complete JSON object"),
         ('{"criteria": {"correct": {"reason": "It says }}}}} ' + QUOTED, "no complete JSON object"),
         ("{'criteria': {'correct': {'reason': '" + QUOTED + "', 'choice': 'no'}}}", "no complete JSON object"),
