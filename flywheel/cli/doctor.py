@@ -36,7 +36,8 @@ def doctor(
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Instead, estimate the GPU memory of server and rounds, and the time and cost of judging."
+            "--plan",
+            help="Instead, estimate the GPU memory of server and rounds, and the tokens and cost of judging.",
         ),
     ] = False,
     as_json: JsonOption = False,

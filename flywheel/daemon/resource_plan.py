@@ -21,13 +21,11 @@ from flywheel.serving.server.model_parsers import config_in, folder_of, weight_b
 from flywheel.serving.server.vllm_command import gpus_of_server
 from flywheel.store.kernel.database import found_version, read_once
 from flywheel.store.verdicts import usage_of_newest
-from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.gpu_placement import MAX_LOADED, SPARE_SLOTS, place_on_gpus
 from flywheel.training.optim.rollout_grading import has_judge
 
 ENGINE_WORK: Final = 2_000_000_000
 """Bytes that vLLM takes for its own work, beside weights and cache."""
-ENGINE_SLOTS: Final = 3
-"""Adapters for which an engine of a round has memory (`EngineSettings.lora_slots`)."""
 OPTIMIZED: Final = 16
 """Bytes of a weight of the adapter in the trainer: itself, its gradient and Adam's two moments, in float32."""
 ACTIVATIONS: Final = 12
@@ -92,7 +90,7 @@ async def plan_of(config: Config) -> ResourcePlan:
     # Rounds on a cluster have other GPUs than this machine.
     of_engine, of_trainer = _shares(config, len(gpus)) if gpus and config.ray.address is None else (None, None)
     slots = serving.max_lora_rank * config.max_adapters * sizes.number_bytes
-    loaded = ENGINE_SLOTS * training.lora.r * sizes.number_bytes
+    loaded = (MAX_LOADED + SPARE_SLOTS) * training.lora.r * sizes.number_bytes
     served = gpus_of_server(serving.extra_args)
     tokens = training.micro_batch_tokens or training.micro_batch_size * rollout.max_model_len
     trained_bytes = TRAINED_BYTES.get(training.precision, sizes.number_bytes)

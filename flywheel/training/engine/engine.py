@@ -35,7 +35,7 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.engine.chat_rendering import NoSampleError, ServedChat
-from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
+from flywheel.training.engine.gpu_placement import LARGER_SHARE, MAX_LOADED, SPARE_SLOTS, why_too_small
 from flywheel.training.engine.policy import AdapterFiles, base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.rollout_engine import RolloutEngine
@@ -43,11 +43,6 @@ from flywheel.training.engine.served_application import ServedApplication, serve
 
 log = logging.getLogger(__name__)
 
-MAX_LOADED = 2
-"""Adapters of the policy loaded at the same time: the old and the new one of a step, or candidate and deployed."""
-SPARE_SLOTS = 1
-"""One slot stays empty: on a CPU, vLLM 0.32 by itself applies the adapter in the last slot to requests for the base
-model when a request for an adapter is in the same batch."""
 END_SECONDS = 0.2
 """How long vLLM's core may take to end before it is killed. SIGTERM aborts its requests at once; then it releases its
 memory, and in vLLM 0.32 its process does not end, so that any longer time is only waited for. Killing it is safe: the
@@ -78,7 +73,7 @@ class EngineSettings:
 
     @property
     def lora_slots(self) -> int:
-        return MAX_LOADED + self.more_adapters + SPARE_SLOTS
+        return MAX_LOADED + SPARE_SLOTS + self.more_adapters
 
 
 @dataclass(frozen=True, slots=True)

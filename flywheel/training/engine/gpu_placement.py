@@ -19,6 +19,12 @@ LARGER_SHARE: Final = (
     "Raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or use a smaller model or a larger GPU."
 )
 
+MAX_LOADED: Final = 2
+"""Adapters of the policy loaded at the same time: the old and the new one of a step, or candidate and deployed."""
+SPARE_SLOTS: Final = 1
+"""One slot stays empty: on a CPU, vLLM 0.32 by itself applies the adapter in the last slot to requests for the base
+model when a request for an adapter is in the same batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
